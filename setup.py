@@ -1,0 +1,170 @@
+"""Builds kvc: ``_C`` (CPU) always, ``_C_cuda`` when nvcc is found.
+
+Needs the headers of an installed torch >= 2.11, of any flavour: the CPU wheel carries everything to compile CUDA code.
+Environment: ``KVC_CUDA=0/1`` forces CUDA off/on, ``KVC_CUDA_ARCHS`` limits the architectures ("90a", "80;90a"),
+``MAX_JOBS`` limits parallel compilers, ``CUDA_HOME`` says where nvcc lives.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).parent.resolve()
+# The PTX runs, by way of the driver's compiler, on every architecture that has no machine code here.
+CUDA_ARCHS = ("80", "86", "89", "90a", "100f", "120f", "80+PTX")
+TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11
+PYTHON_LIMITED_API = "0x030a0000"  # 3.10
+
+
+def find_torch() -> Path:
+    """Locate torch without importing it, also from inside pip's isolated build environment."""
+    spec = importlib.util.find_spec("torch")
+    candidates = [Path(spec.origin).parent] if spec and spec.origin else []
+    candidates += [Path(sysconfig.get_path(key)) / "torch" for key in ("platlib", "purelib")]
+    candidates += [Path(path) / "torch" for path in os.environ.get("KVC_TORCH_PATH", "").split(os.pathsep) if path]
+    for torch in candidates:
+        if (torch / "include" / "torch" / "csrc" / "stable" / "library.h").is_file():
+            return torch
+    sys.exit(
+        "kvc builds against an installed torch >= 2.11 and found none. Install torch first (any flavour), then kvc;"
+        " if torch lives outside this environment, use `pip install --no-build-isolation`."
+    )
+
+
+def find_nvcc() -> str | None:
+    wanted = os.environ.get("KVC_CUDA", "auto")
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    nvcc = shutil.which("nvcc", path=os.path.join(home, "bin")) if home else None
+    nvcc = nvcc or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if wanted == "0":
+        print("kvc: KVC_CUDA=0, building for the CPU only")
+        return None
+    if nvcc is None:
+        if wanted == "1":
+            sys.exit("kvc: KVC_CUDA=1 but no nvcc in CUDA_HOME, PATH or /usr/local/cuda/bin")
+        print("kvc: no nvcc found, building for the CPU only (set CUDA_HOME to build for CUDA)")
+        return None
+    print(f"kvc: building for CUDA with {nvcc}")
+    return nvcc
+
+
+class BuildExtension(build_ext):
+    """setuptools' build_ext, with nvcc for .cu files and parallel compilation."""
+
+    def build_extension(self, ext: Extension) -> None:
+        torch = find_torch()
+        temp = Path(self.build_temp).resolve() / ext.name
+        temp.mkdir(parents=True, exist_ok=True)
+        jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
+        includes = [ROOT / "include", ROOT / "kernels", torch / "include", sysconfig.get_path("include")]
+        flags = [f"-I{path}" for path in includes[:2]]
+        for path in includes[2:]:
+            flags += ["-isystem", str(path)]
+        flags += [
+            f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
+            f"-DPy_LIMITED_API={PYTHON_LIMITED_API}",
+            "-DKVC_NAMESPACE=kvc",
+            "-std=c++17",
+            "-O3",
+        ]
+        host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off", "-DKVC_FP_CONTRACT_OFF"]
+        host += ["-fno-math-errno", "-fno-trapping-math", f"-ffile-prefix-map={ROOT}=.", f"-ffile-prefix-map={torch}=torch"]
+        cuda = ext.name.endswith("_C_cuda")
+        nvcc = find_nvcc() if cuda else None
+        targets, names = cuda_targets()
+        if cuda:
+            flags += ["-DUSE_CUDA", f'-DKVC_CUDA_ARCHS="{names}"']
+
+        def compile_one(source: str) -> str:
+            output = str(temp / (source.replace("/", "_") + ".o"))
+            if source.endswith(".cu"):
+                assert nvcc is not None
+                command = [nvcc, *flags, *targets, "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler", ",".join(host)]
+            else:
+                command = [os.environ.get("CXX", "g++"), *flags, *host]
+            subprocess.run([*command, "-c", str(ROOT / source), "-o", output], check=True)
+            return output
+
+        with ThreadPoolExecutor(jobs) as pool:
+            objects = list(pool.map(compile_one, ext.sources))
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        link = [os.environ.get("CXX", "g++"), "-shared", *objects, "-o", str(target), f"-L{torch / 'lib'}"]
+        link += ["-Wl,--no-as-needed", "-ltorch_cpu"]
+        if cuda:
+            link += [f"-L{stub_libtorch_cuda(temp)}", "-ltorch_cuda", *cudart(nvcc)]
+        subprocess.run(link, check=True)
+
+
+def cuda_targets() -> tuple[list[str], str]:
+    """nvcc's -gencode flags and the list's readable form; "80+PTX" means PTX of compute_80."""
+    archs = [arch for arch in os.environ.get("KVC_CUDA_ARCHS", "").replace(",", ";").split(";") if arch] or CUDA_ARCHS
+    flags = []
+    for arch in archs:
+        number, _, ptx = arch.partition("+")
+        flags.append(f"-gencode=arch=compute_{number},code={'compute' if ptx else 'sm'}_{number}")
+    return flags, ", ".join("sm_" + arch for arch in archs)
+
+
+def stub_libtorch_cuda(folder: Path) -> Path:
+    """An empty library of that name, so that a build beside a CPU torch records the need for the real one."""
+    stub = folder / "stub"
+    stub.mkdir(exist_ok=True)
+    source = stub / "empty.c"
+    source.write_text("")
+    subprocess.run(
+        ["gcc", "-shared", "-Wl,-soname,libtorch_cuda.so", str(source), "-o", str(stub / "libtorch_cuda.so")], check=True
+    )
+    return stub
+
+
+def cudart(nvcc: str | None) -> list[str]:
+    """The static CUDA runtime, wherever this toolkit keeps it."""
+    dryrun = subprocess.run([str(nvcc), "-dryrun", "x.cu"], capture_output=True, text=True, check=False).stderr
+    top = next((line.split("=", 1)[1].strip() for line in dryrun.splitlines() if line.startswith("#$ TOP=")), None)
+    roots = [Path(top)] if top else []
+    roots += [Path(str(nvcc)).resolve().parent.parent]
+    for root in roots:
+        for lib in ("lib64", "lib", "targets/x86_64-linux/lib", "targets/sbsa-linux/lib"):
+            if (root / lib / "libcudart_static.a").is_file():
+                return [str(root / lib / "libcudart_static.a"), "-lrt", "-lpthread", "-ldl"]
+    sys.exit(f"kvc: libcudart_static.a not found beside {nvcc}")
+
+
+def extensions() -> list[Extension]:
+    found = [
+        Extension(
+            "kvc._C",
+            ["kernels/common/module_cpu.cpp", "kernels/nvfp4/nvfp4_cpu.cpp"],
+            py_limited_api=True,
+        )
+    ]
+    if find_nvcc() is not None:
+        found.append(
+            Extension(
+                "kvc._C_cuda",
+                ["kernels/common/module_cuda.cpp", "kernels/nvfp4/nvfp4.cu"],
+                py_limited_api=True,
+            )
+        )
+    return found
+
+
+setup(
+    ext_modules=extensions(),
+    cmdclass={"build_ext": BuildExtension},
+    packages=["kvc", "kvc.reference"],
+    package_dir={"kvc": "ops"},
+    package_data={"kvc": ["py.typed", "*.pyi"]},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)
