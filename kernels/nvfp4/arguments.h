@@ -76,13 +76,12 @@ inline std::vector<BufferSpec> read_table(const Context& ctx, const Tensor& tabl
     b.nbytes = at(11);
     b.global_scale = global[static_cast<int64_t>(i) * scale_stride];
     const std::string wrong = check(b);
-    const bool ordered = i == 0 || buffers[i - 1].layer <= b.layer;
-    if (!wrong.empty() || !ordered) {
+    const auto where = [i] { return "table (buffer " + std::to_string(i) + ")"; };
+    if (!wrong.empty()) {
       const size_t comma = wrong.rfind(", got ");
-      const std::string where = "table (buffer " + std::to_string(i) + ")";
-      if (!ordered) ctx.value_error(where, "in ascending layer order", b.layer);
-      ctx.value_error(where, wrong.substr(0, comma), wrong.substr(comma + 6));
+      ctx.value_error(where(), wrong.substr(0, comma), wrong.substr(comma + 6));
     }
+    if (i > 0 && buffers[i - 1].layer > b.layer) ctx.value_error(where(), "in ascending layer order", b.layer);
   }
   return buffers;
 }
@@ -355,6 +354,9 @@ Tensor dequantize_rows(const Context& ctx, const Tensor& data, const Tensor& sca
   }
   ctx.shape(data.size(-1) % kGroupBytes == 0 && data.size(-1) > 0, "data", "[..., (Q + P) / 2]", data);
   ctx.shape(scales.size(-1) * kGroupBytes == data.size(-1), "scales", "[..., (Q + P) / 16]", scales);
+  if (residual_elements < 0 || residual_elements > data.size(-1))
+    ctx.value_error("residual_elements", "in [0, " + std::to_string(data.size(-1)) + "], half of what data holds",
+                    residual_elements);
   b.residual_elements = residual_elements;
   b.quantized_start = start;
   b.quantized_elements = data.size(-1) * 2 - residual_elements;

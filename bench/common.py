@@ -1,0 +1,151 @@
+"""What every benchmark shares: timing, the ceilings of the machine it runs on, and the JSON a claim lives in."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import subprocess
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+GIB = 1 << 30
+Times = list[float]
+
+
+def flush_l2() -> Callable[[], None]:
+    """A function that evicts the L2 cache by writing a buffer larger than it."""
+    junk = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+    return lambda: junk.fill_(1)  # type: ignore[return-value]
+
+
+def gpu_times(run: Callable[[], Any], repeats: int = 30, warmup: int = 3, cold: bool = True, graph: bool = True) -> Times:
+    """Microseconds of ``run`` on the GPU: CUDA events around graph replays, with a cold L2 unless told otherwise."""
+    flush = flush_l2() if cold else None
+    for _ in range(warmup):
+        run()
+    torch.cuda.synchronize()
+    call: Callable[[], Any] = run
+    if graph:
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            run()
+        call = captured.replay
+    times = []
+    for _ in range(repeats):
+        if flush is not None:
+            flush()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return times
+
+
+def host_times(run: Callable[[], Any], repeats: int = 300, warmup: int = 20) -> Times:
+    """Microseconds a call keeps the host busy; the GPU is drained in between."""
+    from time import perf_counter_ns
+
+    times = []
+    for index in range(repeats + warmup):
+        if index % 20 == 0 and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = perf_counter_ns()
+        run()
+        if index >= warmup:
+            times.append((perf_counter_ns() - start) / 1e3)
+    return times
+
+
+def summary(times: Sequence[float]) -> dict[str, float]:
+    ordered = sorted(times)
+    return {
+        "us": statistics.median(ordered),
+        "us_p10": ordered[len(ordered) // 10],
+        "us_p90": ordered[(len(ordered) * 9) // 10],
+    }
+
+
+def rate(moved: float, times: Sequence[float]) -> dict[str, float]:
+    """Median time with spread, and GB/s for the bytes moved."""
+    result = summary(times)
+    return result | {"bytes": moved, "gb_per_s": moved / result["us"] / 1e3}
+
+
+def copy_ceiling(nbytes: int = 4 * GIB) -> dict[str, float]:
+    """A large device-to-device copy, counting bytes read and bytes written."""
+    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return rate(2 * nbytes, gpu_times(lambda: target.copy_(source), repeats=15))
+
+
+def environment() -> dict[str, Any]:
+    """GPU, driver, versions and commit: what a number means nothing without."""
+
+    def command(*words: str) -> str | None:
+        try:
+            return subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            return None
+
+    facts: dict[str, Any] = {
+        "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": command("git", "rev-parse", "--short", "HEAD"),
+        "dirty": bool(command("git", "status", "--porcelain", "--untracked-files=no")),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
+    if torch.cuda.is_available():
+        properties = torch.cuda.get_device_properties(0)
+        facts |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "multiprocessors": properties.multi_processor_count,
+            "driver": command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        }
+    return facts
+
+
+def write(path: Path, results: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
+
+
+class Plain:
+    """bench/plain.cu, compiled on the spot: store, load and copy kernels of 16-byte accesses."""
+
+    def __init__(self) -> None:
+        import ctypes
+        import tempfile
+
+        folder = Path(tempfile.mkdtemp(prefix="kvc-bench-"))
+        library = folder / "plain.so"
+        major, minor = torch.cuda.get_device_capability()
+        subprocess.run(
+            ["nvcc", "-O3", f"-arch=sm_{major}{minor}", "-shared", "-Xcompiler", "-fPIC", "-o", str(library)]
+            + [str(Path(__file__).parent / "plain.cu")],
+            check=True,
+        )
+        self._library = ctypes.CDLL(str(library))
+        self._pointer, self._long = ctypes.c_void_p, ctypes.c_int64
+
+    def _call(self, name: str, *tensors: torch.Tensor, blocks: int, nbytes: int) -> None:
+        stream = self._pointer(torch.cuda.current_stream().cuda_stream)
+        pointers = [self._pointer(t.data_ptr()) for t in tensors]
+        getattr(self._library, name)(*pointers, self._long(nbytes), blocks, stream)
+
+    def store(self, to: torch.Tensor, blocks: int, nbytes: int) -> None:
+        self._call("plain_store", to, blocks=blocks, nbytes=nbytes)
+
+    def load(self, source: torch.Tensor, sink: torch.Tensor, blocks: int, nbytes: int) -> None:
+        self._call("plain_load", source, sink, blocks=blocks, nbytes=nbytes)
+
+    def copy(self, source: torch.Tensor, to: torch.Tensor, blocks: int, nbytes: int) -> None:
+        self._call("plain_copy", source, to, blocks=blocks, nbytes=nbytes)

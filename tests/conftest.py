@@ -1,0 +1,45 @@
+"""Fixtures shared by every family: the device to run on, and outputs that cannot pass by luck."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import settings
+
+settings.register_profile("kvc", deadline=None, print_blob=True)
+settings.load_profile("kvc")
+
+CUDA = torch.cuda.is_available()
+
+needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
+
+
+@pytest.fixture(
+    params=["cpu", pytest.param("cuda", marks=[needs_cuda, pytest.mark.cuda])],
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return torch.device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_outputs() -> Iterator[None]:
+    """``torch.empty`` returns NaN (or the largest integer), so an unwritten element shows."""
+    before = torch.utils.deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.use_deterministic_algorithms(True)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    yield
+    torch.utils.deterministic.fill_uninitialized_memory = before[0]
+    torch.use_deterministic_algorithms(before[1])
+
+
+@pytest.fixture
+def debug_mode() -> Iterator[None]:
+    import kvc
+
+    kvc.set_debug(True)
+    yield
+    kvc.set_debug(False)

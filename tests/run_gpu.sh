@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Everything a machine with a GPU can show about the installed kvc, in one go: tests, compute-sanitizer, benchmarks.
+# Usage: tests/run_gpu.sh RESULTS_FOLDER [step ...]   (steps: tests sanitizer bench; all by default)
+set -u
+results=$(mkdir -p "$1" && cd "$1" && pwd)
+shift
+steps=${*:-tests sanitizer bench}
+cd "$(dirname "$0")/.."
+export PYTHONUNBUFFERED=1
+failed=0
+run() {  # name, command...
+  local name=$1
+  shift
+  echo "== $name: $*"
+  "$@" >"$results/$name.log" 2>&1 || { failed=1; echo "   FAILED"; }
+  tail -n "${lines:-4}" "$results/$name.log"
+}
+for step in $steps; do
+  case $step in
+    tests) run tests python3 -m pytest tests -q -m "cuda" -p no:cacheprovider ;;
+    sanitizer)
+      for tool in memcheck racecheck; do
+        run "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --kernel-regex kns=move_pages \
+          python3 -m pytest tests -q -m cuda -p no:cacheprovider -k "test_round_trip or test_unaligned_cold_rows or test_pinned_cold_rows"
+      done ;;
+    bench) lines=90 run bench_nvfp4 python3 -m bench.bench_nvfp4 --json "$results/nvfp4.json" ;;
+    *) echo "unknown step $step"; exit 2 ;;
+  esac
+done
+exit $failed
