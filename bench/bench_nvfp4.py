@@ -1,23 +1,25 @@
 """Cold pages: encode and decode against the copy, store and load ceilings of the same run.
 
-``python -m bench.bench_nvfp4 --json bench/results/nvfp4.json`` on a GPU; ``pytest bench/bench_nvfp4.py`` guards the CPU op.
+``python -m bench.bench_nvfp4 --json bench/results/nvfp4.json`` on a GPU;
+``pytest bench/bench_nvfp4.py`` guards the CPU op.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import kvc
 import pytest
 import torch
 import typer
+from kvc import PageBuffer, PageLayout
 from rich.console import Console
 from rich.table import Table
 
-import kvc
 from bench import common
-from kvc import PageBuffer, PageLayout
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 LAYERS, HEADS, HEAD_DIM, TOKENS = 36, 8, 128, 32  # Qwen3-8B, pages of 32 tokens
@@ -29,7 +31,9 @@ def qwen(dtype: torch.dtype, **options: Any) -> PageLayout:
 
 def lossless(dtype: torch.dtype) -> PageLayout:
     nbytes = HEADS * TOKENS * HEAD_DIM * dtype.itemsize
-    return PageLayout([[PageBuffer.copy(2 * i, nbytes), PageBuffer.copy(2 * i + 1, nbytes)] for i in range(LAYERS)])
+    return PageLayout(
+        [[PageBuffer.copy(2 * i, nbytes), PageBuffer.copy(2 * i + 1, nbytes)] for i in range(LAYERS)]
+    )
 
 
 def deepseek(dtype: torch.dtype, residual: int = 64) -> PageLayout:
@@ -61,12 +65,16 @@ class Case:
     def pinned(self) -> torch.Tensor:
         return torch.empty(self.pages, self.cold_page, dtype=torch.uint8, pin_memory=True)
 
-    def encode(self, cold: torch.Tensor | None = None, max_ctas: int = 0, pages: int | None = None) -> Callable[[], None]:
+    def encode(
+        self, cold: torch.Tensor | None = None, max_ctas: int = 0, pages: int | None = None
+    ) -> Callable[[], None]:
         target, pairs = self.cold if cold is None else cold, self.pairs[:pages].contiguous()
         table, scales = self.layout.table, self.layout.scales
         return lambda: kvc.encode_pages_(target, self.pools, pairs, table, scales, max_ctas)
 
-    def decode(self, cold: torch.Tensor | None = None, max_ctas: int = 0, pages: int | None = None) -> Callable[[], None]:
+    def decode(
+        self, cold: torch.Tensor | None = None, max_ctas: int = 0, pages: int | None = None
+    ) -> Callable[[], None]:
         source, pairs = self.cold if cold is None else cold, self.pairs[:pages].flip(1).contiguous()
         table, scales = self.layout.table, self.layout.scales
         return lambda: kvc.decode_pages_(self.pools, source, pairs, table, scales, max_ctas)
@@ -91,11 +99,12 @@ HBM_BARS = {
     "FP8 whole": 0.80,
     "FP8 skip RoPE 64": 0.80,
     "DeepSeek-V4 BF16 2FP4": 0.85,
-    "DeepSeek-V4 FP8 2FP4": 0.85,
 }
 
 
-def row(name: str, result: dict[str, float], ceiling: float, bar: float | None = None, **extra: Any) -> dict[str, Any]:
+def row(
+    name: str, result: dict[str, float], ceiling: float, bar: float | None = None, **extra: Any
+) -> dict[str, Any]:
     return {"case": name, **result, "share": result["gb_per_s"] / ceiling, "bar": bar, **extra}
 
 
@@ -124,16 +133,17 @@ def pinned_rows(plain: common.Plain, only: str) -> list[dict[str, Any]]:
         staged, sink = torch.empty_like(case.cold), torch.empty(16, dtype=torch.uint8, device="cuda")
 
         def timed(run: Callable[[], Any], moved: int = moved) -> dict[str, float]:
-            return common.rate(moved, common.gpu_times(run, repeats=7, warmup=1))
+            return common.rate(moved, common.gpu_times(run, repeats=7))
 
         store = max(
-            (timed(lambda n=n: plain.store(host, n, moved)) for n in (4, 8, 16, 32)), key=lambda r: r["gb_per_s"]
+            (timed(partial(plain.store, host, n, moved)) for n in (4, 8, 16, 32)), key=lambda r: r["gb_per_s"]
         )
         load = max(
-            (timed(lambda n=n: plain.load(host, sink, n, moved)) for n in (8, 16, 32, 64)), key=lambda r: r["gb_per_s"]
+            (timed(partial(plain.load, host, sink, n, moved)) for n in (8, 16, 32, 64)),
+            key=lambda r: r["gb_per_s"],
         )
-        out = timed(lambda: host.copy_(staged, non_blocking=True))
-        into = timed(lambda: staged.copy_(host, non_blocking=True))
+        out = timed(partial(host.copy_, staged, non_blocking=True))
+        into = timed(partial(staged.copy_, host, non_blocking=True))
         bar = 0.97 if name != "lossless BF16" else None
         rows += [
             row(f"ceiling: plain stores, {name} cold bytes", store, store["gb_per_s"]),
@@ -173,13 +183,19 @@ def single_page_rows(plain: common.Plain) -> list[dict[str, Any]]:
         for direction in ("encode", "decode"):
             pieces = (hot, target) if direction == "encode" or both else (target, hot)
             floor = min(
-                common.summary(common.gpu_times(lambda n=n: plain.copy(*pieces, n, nbytes), repeats=60))["us"]
+                common.summary(common.gpu_times(partial(plain.copy, *pieces, n, nbytes), repeats=60))["us"]
                 for n in blocks
             )
             run = (case.encode if direction == "encode" else case.decode)(cold, 0 if both else 64, pages=1)
             result = common.summary(common.gpu_times(run, repeats=100))
             rows.append(
-                {"case": f"one page, {where} {direction}", **result, "plain_us": floor, "ratio": result["us"] / floor, "bar": 1.3}
+                {
+                    "case": f"one page, {where} {direction}",
+                    **result,
+                    "plain_us": floor,
+                    "ratio": result["us"] / floor,
+                    "bar": 1.3,
+                }
             )
     return rows
 
@@ -190,8 +206,15 @@ def host_rows() -> list[dict[str, Any]]:
     default = torch.ops.kvc.encode_pages_.default
     empty = arguments[2][:0]
     return [
-        {"case": "host cost, 72 pools: kvc.encode_pages_", **common.summary(common.host_times(case.encode(pages=1))), "bar": 30},
-        {"case": "host cost, 72 pools: torch.ops", **common.summary(common.host_times(lambda: default(*arguments)))},
+        {
+            "case": "host cost, 72 pools: kvc.encode_pages_",
+            **common.summary(common.host_times(case.encode(pages=1))),
+            "bar": 30,
+        },
+        {
+            "case": "host cost, 72 pools: torch.ops",
+            **common.summary(common.host_times(lambda: default(*arguments))),
+        },
         {
             "case": "host cost, 72 pools, no pages (checks only)",
             **common.summary(common.host_times(lambda: default(*arguments[:2], empty, *arguments[3:]))),
@@ -231,8 +254,12 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 def main(
     json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
-    only: Annotated[str, typer.Option(help="Run only the HBM and pinned cases whose name contains this.")] = "",
-    parts: Annotated[str, typer.Option(help="Comma-separated: hbm, pinned, single, host, cpu.")] = "hbm,pinned,single,host,cpu",
+    only: Annotated[
+        str, typer.Option(help="Run only the HBM and pinned cases whose name contains this.")
+    ] = "",
+    parts: Annotated[
+        str, typer.Option(help="Comma-separated: hbm, pinned, single, host, cpu.")
+    ] = "hbm,pinned,single,host,cpu",
 ) -> None:
     """Measure the cold-page codec on the GPU of this machine."""
     chosen = parts.split(",")

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Callable, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import torch
@@ -23,11 +24,13 @@ def flush_l2() -> Callable[[], None]:
     return lambda: junk.fill_(1)  # type: ignore[return-value]
 
 
-def gpu_times(run: Callable[[], Any], repeats: int = 30, warmup: int = 3, cold: bool = True, graph: bool = True) -> Times:
-    """Microseconds of ``run`` on the GPU: CUDA events around graph replays, with a cold L2 unless told otherwise."""
+def gpu_times(run: Callable[[], Any], repeats: int = 30, cold: bool = True, graph: bool = True) -> Times:
+    """Microseconds of ``run`` on the GPU: CUDA events around graph replays, with a cold L2 unless told otherwise.
+
+    Before the first measurement ``run`` is repeated for a quarter of a second: the clocks of an idle GPU take that long.
+    """
     flush = flush_l2() if cold else None
-    for _ in range(warmup):
-        run()
+    run()
     torch.cuda.synchronize()
     call: Callable[[], Any] = run
     if graph:
@@ -35,6 +38,11 @@ def gpu_times(run: Callable[[], Any], repeats: int = 30, warmup: int = 3, cold: 
         with torch.cuda.graph(captured):
             run()
         call = captured.replay
+    warm = perf_counter() + 0.25
+    while perf_counter() < warm:
+        for _ in range(5):
+            call()
+        torch.cuda.synchronize()
     times = []
     for _ in range(repeats):
         if flush is not None:
@@ -50,8 +58,6 @@ def gpu_times(run: Callable[[], Any], repeats: int = 30, warmup: int = 3, cold: 
 
 def host_times(run: Callable[[], Any], repeats: int = 300, warmup: int = 20) -> Times:
     """Microseconds a call keeps the host busy; the GPU is drained in between."""
-    from time import perf_counter_ns
-
     times = []
     for index in range(repeats + warmup):
         if index % 20 == 0 and torch.cuda.is_available():
@@ -79,10 +85,12 @@ def rate(moved: float, times: Sequence[float]) -> dict[str, float]:
 
 
 def copy_ceiling(nbytes: int = 4 * GIB) -> dict[str, float]:
-    """A large device-to-device copy, counting bytes read and bytes written."""
-    source = torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device="cuda")
+    """A large device-to-device copy, counting bytes read and bytes written: torch's kernel or the driver's."""
+    source = torch.randn(nbytes // 4, device="cuda")
     target = torch.empty_like(source)
-    return rate(2 * nbytes, gpu_times(lambda: target.copy_(source), repeats=15))
+    ways = [gpu_times(lambda: target.copy_(source), repeats=15, graph=graph) for graph in (False, True)]
+    ways.append(gpu_times(lambda: torch.add(source, 1.0, out=target), repeats=15))
+    return max((rate(2 * nbytes, times) for times in ways), key=lambda r: r["gb_per_s"])
 
 
 def environment() -> dict[str, Any]:
@@ -90,7 +98,9 @@ def environment() -> dict[str, Any]:
 
     def command(*words: str) -> str | None:
         try:
-            return subprocess.run(words, capture_output=True, text=True, check=True, cwd=Path(__file__).parent).stdout.strip()
+            return subprocess.run(
+                words, capture_output=True, text=True, check=True, cwd=Path(__file__).parent
+            ).stdout.strip()
         except (OSError, subprocess.CalledProcessError):
             return None
 
@@ -127,10 +137,20 @@ class Plain:
 
         folder = Path(tempfile.mkdtemp(prefix="kvc-bench-"))
         library = folder / "plain.so"
+        source = str(Path(__file__).parent / "plain.cu")
         major, minor = torch.cuda.get_device_capability()
         subprocess.run(
-            ["nvcc", "-O3", f"-arch=sm_{major}{minor}", "-shared", "-Xcompiler", "-fPIC", "-o", str(library)]
-            + [str(Path(__file__).parent / "plain.cu")],
+            [
+                "nvcc",
+                "-O3",
+                f"-arch=sm_{major}{minor}",
+                "-shared",
+                "-Xcompiler",
+                "-fPIC",
+                "-o",
+                str(library),
+                source,
+            ],
             check=True,
         )
         self._library = ctypes.CDLL(str(library))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -27,12 +28,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def poisoned_outputs() -> Iterator[None]:
     """``torch.empty`` returns NaN (or the largest integer), so an unwritten element shows."""
-    before = torch.utils.deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    deterministic: Any = torch.utils.deterministic  # properties of a module, which type checkers do not know
+    before = deterministic.fill_uninitialized_memory, torch.are_deterministic_algorithms_enabled()
+    deterministic.fill_uninitialized_memory = True
     torch.use_deterministic_algorithms(True)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     yield
-    torch.utils.deterministic.fill_uninitialized_memory = before[0]
+    deterministic.fill_uninitialized_memory = before[0]
     torch.use_deterministic_algorithms(before[1])
 
 

@@ -22,8 +22,13 @@ for step in $steps; do
       for tool in memcheck racecheck; do
         run "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --kernel-regex kns=move_pages \
           python3 -m pytest tests -q -m cuda -p no:cacheprovider -k "test_round_trip or test_unaligned_cold_rows or test_pinned_cold_rows"
+        run "compaction_$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
+          --kernel-regex kns=compact_kernel --kernel-regex kns=pack_ \
+          python3 -m pytest tests/test_compaction.py tests/test_compaction_pack.py -q -m cuda -p no:cacheprovider \
+          -k "test_leading_run_stays or test_rows or skipped or by_hand or test_malformed_offsets or test_empty"
       done ;;
-    bench) lines=90 run bench_nvfp4 python3 -m bench.bench_nvfp4 --json "$results/nvfp4.json" ;;
+    bench) lines=90 run bench_nvfp4 python3 -m bench.bench_nvfp4 --json "$results/nvfp4.json"
+      lines=70 run bench_compaction python3 -m bench.bench_compaction --json "$results/compaction.json" ;;
     *) echo "unknown step $step"; exit 2 ;;
   esac
 done

@@ -2,6 +2,7 @@
 // segments that the CPU op and the CUDA kernels walk. Torch-free, C++17.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -137,8 +138,12 @@ enum class SegmentKind : uint8_t {
   kBytes,       // contiguous bytes on both sides, any alignment
 };
 
-constexpr uint32_t kGroupsPerTile = 128;  // one warp's work: 128 groups, or 4 KiB of copied bytes
-constexpr uint32_t kBytesPerTile = 4096;
+// How much of a segment one warp (or one step of a CPU thread) handles at a time.
+struct TileLimits {
+  uint32_t hot_bytes = 4096;
+  uint32_t slots = 256;         // output slots; a residual group takes two
+  uint32_t copied_bytes = 4096;
+};
 
 // A homogeneous run of work inside one page. Strides are between consecutive page slots.
 struct alignas(16) Segment {
@@ -150,10 +155,13 @@ struct alignas(16) Segment {
   int64_t scales_stride = 0;
   int64_t row_pitch = 0;           // bytes between hot rows
   uint32_t units = 0;              // groups (kQuantize), 16-byte chunks (kRows) or bytes / 16 rounded up (kBytes)
+  uint32_t units_per_tile = 0;
   uint32_t first_tile = 0;         // tiles of a page are numbered through all its segments
   FastDivisor units_per_row;
   uint32_t residual_first = 0;     // groups of the row, relative to the quantized range
   uint32_t residual_groups = 0;
+  FastDivisor residual_per_row;    // the same number, to divide by
+  FastDivisor plain_per_row;       // groups of one component
   uint32_t before_units = 0;       // kRows: 16-byte chunks in front of the quantized range
   uint32_t gap_bytes = 0;          // kRows: bytes of the quantized range
   nvfp4::GlobalScale global{1.0f, 1.0f};
@@ -163,10 +171,7 @@ struct alignas(16) Segment {
   SegmentKind kind = SegmentKind::kQuantize;
   DType dtype = DType::kBFloat16;
 
-  uint32_t tiles() const {
-    const uint32_t per_tile = kind == SegmentKind::kQuantize ? kGroupsPerTile : kBytesPerTile / 16;
-    return (units + per_tile - 1) / per_tile;
-  }
+  uint32_t tiles() const { return (units + units_per_tile - 1) / units_per_tile; }
 };
 
 // Appends the one or two segments of a buffer. `hot` is the address of the buffer in slot 0; data, scales and lossless
@@ -205,7 +210,10 @@ inline void append_segments(const BufferSpec& b, uint8_t* hot, int64_t hot_strid
   s.units = static_cast<uint32_t>(b.rows) * s.units_per_row.divisor;
   s.residual_first = static_cast<uint32_t>((b.residual_start - b.quantized_start) / nvfp4::kGroupSize);
   s.residual_groups = static_cast<uint32_t>(b.residual_elements / nvfp4::kGroupSize);
-  if (s.residual_groups == 0) s.residual_first = s.units_per_row.divisor;
+  if (s.residual_groups != 0) {
+    s.residual_per_row = FastDivisor(s.residual_groups);
+    s.plain_per_row = FastDivisor(std::max(1u, s.units_per_row.divisor - s.residual_groups));
+  }
   s.global = nvfp4::global_scale(b.global_scale);
   segments->push_back(s);
   const int64_t lossless_row = (b.row_elements - b.quantized_elements) * item;
@@ -225,10 +233,20 @@ inline void append_segments(const BufferSpec& b, uint8_t* hot, int64_t hot_strid
   segments->push_back(l);
 }
 
-// Numbers the tiles and returns how many a page has.
-inline int64_t number_tiles(std::vector<Segment>* segments) {
+// Cuts the segments into tiles, numbers them and returns how many a page has.
+inline int64_t number_tiles(std::vector<Segment>* segments, TileLimits limits = {}) {
   int64_t tiles = 0;
   for (Segment& s : *segments) {
+    if (s.kind == SegmentKind::kQuantize) {
+      const uint32_t groups = limits.hot_bytes / (nvfp4::kGroupSize * static_cast<uint32_t>(itemsize(s.dtype)));
+      const uint32_t slots = s.residual_groups != 0 ? limits.slots / 2 : limits.slots;
+      s.units_per_tile = std::min(groups, slots);
+      // Whole rows, if one fits: then a tile's residual groups can be counted off without looking for them.
+      const uint32_t row = s.units_per_row.divisor;
+      if (s.residual_groups != 0 && row <= s.units_per_tile) s.units_per_tile -= s.units_per_tile % row;
+    } else {
+      s.units_per_tile = limits.copied_bytes / 16;
+    }
     s.first_tile = static_cast<uint32_t>(tiles);
     tiles += s.tiles();
   }
@@ -250,6 +268,29 @@ KVC_HOST_DEVICE uint32_t slots_before(const Segment& s, uint32_t group) {
   const uint32_t column = group - row * s.units_per_row.divisor;
   const uint32_t past = column > s.residual_first ? column - s.residual_first : 0;
   return group + row * s.residual_groups + (past < s.residual_groups ? past : s.residual_groups);
+}
+
+// Whether tiles hold whole rows (see number_tiles).
+KVC_HOST_DEVICE bool has_whole_rows(const Segment& s) { return s.units_per_row.divisor <= s.units_per_tile; }
+
+// A group of a tile of whole rows: its number within the tile and its first slot there.
+struct TileGroup {
+  uint32_t group, slot;
+};
+
+// The i-th group of one component, and the i-th of two.
+KVC_HOST_DEVICE TileGroup plain_group(const Segment& s, uint32_t i) {
+  const uint32_t row = s.plain_per_row.divide(i);
+  const uint32_t k = i - row * s.plain_per_row.divisor;
+  const bool behind = k >= s.residual_first;
+  const uint32_t group = row * s.units_per_row.divisor + k + (behind ? s.residual_groups : 0);
+  return {group, group + row * s.residual_groups + (behind ? s.residual_groups : 0)};
+}
+
+KVC_HOST_DEVICE TileGroup residual_group(const Segment& s, uint32_t i) {
+  const uint32_t row = s.residual_per_row.divide(i);
+  const uint32_t group = row * s.units_per_row.divisor + s.residual_first + (i - row * s.residual_groups);
+  return {group, group + i};
 }
 
 KVC_HOST_DEVICE bool is_residual(const Segment& s, uint32_t column) {

@@ -30,6 +30,8 @@ class DeviceScope {
   torch::stable::accelerator::DeviceGuard guard_;
 };
 
+constexpr int kMaxDevices = 128;
+
 // Facts of a device that do not change, read once.
 struct DeviceFacts {
   int multiprocessors = 0;
@@ -39,7 +41,7 @@ struct DeviceFacts {
 
 // `probe` is any kernel of the library: it has an image for the device or it does not.
 inline const DeviceFacts& device_facts(const Context& ctx, int device, const void* probe) {
-  static DeviceFacts known[128];
+  static DeviceFacts known[kMaxDevices];
   DeviceFacts& facts = known[device];
   if (facts.multiprocessors == 0) {
     DeviceFacts read;

@@ -2,7 +2,13 @@
 
 namespace {
 
-PyObject* built_architectures(PyObject*, PyObject*) { return PyUnicode_FromString(KVC_CUDA_ARCHS); }
+// One string, so that collect_env finds the list in a library that does not load.
+#define KVC_BUILT_FOR "kvc was built for "
+const char kBuiltFor[] = KVC_BUILT_FOR KVC_CUDA_ARCHS;
+
+PyObject* built_architectures(PyObject*, PyObject*) {
+  return PyUnicode_FromString(kBuiltFor + sizeof(KVC_BUILT_FOR) - 1);
+}
 
 }  // namespace
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "common/checks.h"
@@ -30,21 +31,16 @@ inline float checked_global_scale(const Context& ctx, double scale) {
   return rounded;
 }
 
-// Work of one call: `pages` times the segments of a page. A missing pair list means slot i to slot i.
+// Work of one call: `pages` times the segments of a page, not yet cut into tiles. A missing pair list means slot i to
+// slot i.
 struct PageWork {
   std::vector<Segment> segments;
-  int64_t tiles_per_page = 0;
   int64_t pages = 0;
   const int32_t* pairs = nullptr;  // (dst, src)
   int64_t pair_stride[2] = {2, 1};
   int64_t hot_slots = 0;
   int64_t cold_slots = 0;
 };
-
-inline void finish(const Context& ctx, PageWork* work) {
-  work->tiles_per_page = number_tiles(&work->segments);
-  if (work->tiles_per_page >= kMaxGroups) ctx.value_error("table", "a page of fewer than 2^31 tiles", work->tiles_per_page);
-}
 
 inline std::vector<BufferSpec> read_table(const Context& ctx, const Tensor& table, const Tensor& scales) {
   ctx.cpu(table, "table");
@@ -86,6 +82,16 @@ inline std::vector<BufferSpec> read_table(const Context& ctx, const Tensor& tabl
   return buffers;
 }
 
+inline int64_t element_bytes(ScalarType type, const Tensor& tensor) {
+  switch (type) {
+    case ScalarType::Half:
+    case ScalarType::BFloat16: return 2;
+    case ScalarType::Byte:
+    case ScalarType::Float8_e4m3fn: return 1;
+    default: return static_cast<int64_t>(tensor.element_size());
+  }
+}
+
 struct Pool {
   uint8_t* base;
   int64_t slots;
@@ -95,14 +101,19 @@ struct Pool {
 };
 
 // Whether the dims after the first occupy one gap-free run of memory, in any order.
-inline bool is_dense_slot(const Tensor& pool) {
-  const auto sizes = pool.sizes();
-  const auto strides = pool.strides();
+inline bool is_dense_slot(int64_t dim, const int64_t* sizes, const int64_t* strides) {
+  int64_t expected = 1;
+  bool in_order = true;
+  for (int64_t i = dim - 1; i > 0 && in_order; --i) {
+    in_order = sizes[i] == 1 || strides[i] == expected;
+    expected *= sizes[i];
+  }
+  if (in_order) return true;
   std::vector<std::pair<int64_t, int64_t>> dims;
-  for (size_t i = 1; i < sizes.size(); ++i)
+  for (int64_t i = 1; i < dim; ++i)
     if (sizes[i] != 1) dims.emplace_back(strides[i], sizes[i]);
   std::sort(dims.begin(), dims.end());
-  int64_t expected = 1;
+  expected = 1;
   for (const auto& [stride, size] : dims) {
     if (stride != expected) return false;
     expected *= size;
@@ -110,15 +121,23 @@ inline bool is_dense_slot(const Tensor& pool) {
   return true;
 }
 
+// One shim call a fact: a call may name a hundred pools, and each costs the host a share of its budget.
 inline Pool read_pool(const Context& ctx, const Tensor& tensor, size_t index) {
   const auto argument = [&] { return "pools[" + std::to_string(index) + "]"; };
-  if (tensor.dim() < 1) ctx.value_error(argument(), "at least 1-D with dim 0 = slot", "a 0-D tensor");
-  const auto sizes = tensor.sizes();
-  const int64_t item = static_cast<int64_t>(tensor.element_size());
-  Pool p{static_cast<uint8_t*>(tensor.data_ptr()), sizes[0], item, 0, tensor.scalar_type()};
-  for (size_t i = 1; i < sizes.size(); ++i) p.slot_bytes *= sizes[i];
-  p.slot_stride = tensor.strides()[0] * item;
-  if (p.slot_bytes > 0 && !is_dense_slot(tensor))
+  int64_t dim = 0;
+  int64_t *sizes = nullptr, *strides = nullptr;
+  void* data = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
+  if (dim < 1) ctx.value_error(argument(), "at least 1-D with dim 0 = slot", "a 0-D tensor");
+  Pool p{static_cast<uint8_t*>(data), sizes[0], 0, 0, tensor.scalar_type()};
+  const int64_t item = element_bytes(p.dtype, tensor);
+  p.slot_bytes = item;
+  for (int64_t i = 1; i < dim; ++i) p.slot_bytes *= sizes[i];
+  p.slot_stride = strides[0] * item;
+  if (p.slot_bytes > 0 && !is_dense_slot(dim, sizes, strides))
     ctx.value_error(argument(), "contiguous within a slot", Context::describe_shape(tensor));
   if (p.slots > 1 && p.slot_stride < p.slot_bytes)
     ctx.value_error(argument(), "slots that do not overlap", Context::describe_shape(tensor));
@@ -127,6 +146,7 @@ inline Pool read_pool(const Context& ctx, const Tensor& tensor, size_t index) {
 
 // Host pairs: all slots in range and no destination twice.
 inline void check_pairs(const Context& ctx, const PageWork& work, bool encode) {
+  if (work.pages == 0) return;
   const int64_t limits[2] = {encode ? work.cold_slots : work.hot_slots, encode ? work.hot_slots : work.cold_slots};
   constexpr const char* names[2] = {"destination", "source"};
   static thread_local std::vector<bool> seen;  // stays all false between calls
@@ -156,10 +176,68 @@ inline void check_pairs(const Context& ctx, const PageWork& work, bool encode) {
   if (repeated >= 0) ctx.value_error(where, "a destination named once", "slot " + std::to_string(repeated) + " again");
 }
 
+// What a table says, worked out: segments whose pointers are still offsets into a pool or a cold page.
+struct Layout {
+  std::vector<int64_t> table;
+  std::vector<float> scales;
+  int64_t cold_page_bytes = 0;
+  std::vector<Segment> segments;
+  std::vector<int64_t> segment_pools;
+  std::vector<BufferSpec> buffers;
+};
+
+// Engines hand over the same table call after call: each thread keeps the last one worked out.
+inline const Layout& read_layout(const Context& ctx, const Tensor& table, const Tensor& scales) {
+  static thread_local Layout last;
+  const auto matches = [](const Tensor& tensor, const auto& known) {
+    return !known.empty() && tensor.is_cpu() && tensor.is_contiguous() && tensor.numel() == static_cast<int64_t>(known.size()) &&
+           std::memcmp(tensor.data_ptr(), known.data(), known.size() * sizeof(known[0])) == 0;
+  };
+  if (table.dim() == 2 && table.scalar_type() == ScalarType::Long && scales.dim() == 1 && scales.scalar_type() == ScalarType::Float &&
+      matches(table, last.table) && matches(scales, last.scales))
+    return last;
+  Layout layout;
+  layout.buffers = read_table(ctx, table, scales);
+  std::vector<ColdPlacement> placements;
+  layout.cold_page_bytes = place(layout.buffers, &placements);
+  int64_t chunks = 0;
+  for (size_t i = 0; i < layout.buffers.size(); ++i) {
+    const BufferSpec& b = layout.buffers[i];
+    if ((chunks += b.hot_bytes() / 16) >= kMaxGroups) ctx.value_error("table", "a hot page below 2^35 bytes", chunks * 16);
+    const ColdPlacement& p = placements[i];
+    const auto offset = [](int64_t bytes) { return reinterpret_cast<uint8_t*>(bytes); };
+    append_segments(b, offset(b.offset), 0, b.row_bytes(), {offset(p.data), 0, offset(p.scales), 0, offset(p.lossless), 0}, &layout.segments);
+    layout.segments.back().padding = offset(p.padding);
+    layout.segments.back().padding_bytes = static_cast<uint8_t>(p.padding_bytes);
+    layout.segment_pools.resize(layout.segments.size(), b.pool);
+  }
+  if (table.is_contiguous() && scales.is_contiguous()) {
+    const auto* t = static_cast<const int64_t*>(table.data_ptr());
+    const auto* g = static_cast<const float*>(scales.data_ptr());
+    layout.table.assign(t, t + table.numel());
+    layout.scales.assign(g, g + scales.numel());
+  }
+  last = std::move(layout);
+  return last;
+}
+
+// What a buffer asks of its pool.
+inline void check_pool(const Context& ctx, const BufferSpec& b, const Pool& pool) {
+  const auto argument = [&] { return "pools[" + std::to_string(b.pool) + "]"; };
+  if (pool.slots > 0 && b.offset + b.hot_bytes() > pool.slot_bytes)
+    ctx.value_error(argument(), "at least " + std::to_string(b.offset + b.hot_bytes()) + " bytes a slot", pool.slot_bytes);
+  if (b.transform != Transform::kNvfp4) return;
+  if (is_float(pool.dtype) && pool.dtype != scalar_type(b.dtype))
+    ctx.type_error(argument(), Context::name(scalar_type(b.dtype)) + ", its buffer's dtype, or an integer dtype", Context::name(pool.dtype));
+  if (reinterpret_cast<uintptr_t>(pool.base) % 16 != 0)
+    ctx.value_error(argument(), "16-byte aligned", "address " + std::to_string(reinterpret_cast<uintptr_t>(pool.base)));
+  if (pool.slots > 1 && pool.slot_stride % 16 != 0)
+    ctx.value_error(argument(), "a slot stride that is a multiple of 16 bytes", pool.slot_stride);
+}
+
 // Checks everything but what depends on where `cold` lives; `cold_base` is its address as the pools' device sees it.
 inline PageWork read_pages(const Context& ctx, const Tensor& cold, uint8_t* cold_base, const std::vector<Tensor>& pools,
-                           const Tensor& pairs, const Tensor& table, const Tensor& scales, int64_t max_ctas,
-                           bool encode) {
+                           const Tensor& pairs, const Tensor& table, const Tensor& scales, int64_t max_ctas, bool encode) {
   if (max_ctas < 0) ctx.value_error("max_ctas", ">= 0", max_ctas);
   ctx.dtype(cold, ScalarType::Byte, "cold");
   ctx.shape(cold.dim() == 2 && (cold.size(1) <= 1 || cold.stride(1) == 1), "cold",
@@ -167,51 +245,39 @@ inline PageWork read_pages(const Context& ctx, const Tensor& cold, uint8_t* cold
   ctx.dtype(pairs, ScalarType::Int, "pairs");
   ctx.shape(pairs.dim() == 2 && pairs.size(1) == 2, "pairs", "int32 [n, 2]", pairs);
 
-  const std::vector<BufferSpec> buffers = read_table(ctx, table, scales);
-  std::vector<ColdPlacement> placements;
-  const int64_t cold_page_bytes = place(buffers, &placements);
-  if (cold.size(1) != cold_page_bytes)
-    ctx.value_error("cold", std::to_string(cold_page_bytes) + " bytes a row, as the table says", cold.size(1));
+  const Layout& layout = read_layout(ctx, table, scales);
+  if (cold.size(1) != layout.cold_page_bytes)
+    ctx.value_error("cold", std::to_string(layout.cold_page_bytes) + " bytes a row, as the table says", cold.size(1));
   const int64_t cold_stride = cold.stride(0);
   PageWork work;
   work.cold_slots = cold.size(0);
-  if (work.cold_slots > 1 && cold_stride < cold_page_bytes)
+  if (work.cold_slots > 1 && cold_stride < layout.cold_page_bytes)
     ctx.value_error("cold", "rows that do not overlap", Context::describe_shape(cold));
 
   std::vector<Pool> hot;
   hot.reserve(pools.size());
   for (const Tensor& t : pools) hot.push_back(read_pool(ctx, t, hot.size()));
   work.hot_slots = INT64_MAX;
-  for (size_t i = 0; i < buffers.size(); ++i) {
-    const BufferSpec& b = buffers[i];
+  for (size_t i = 0; i < layout.buffers.size(); ++i) {
+    const BufferSpec& b = layout.buffers[i];
     if (b.pool >= static_cast<int64_t>(hot.size()))
-      ctx.value_error("table (buffer " + std::to_string(i) + ")",
-                      "a pool index below " + std::to_string(hot.size()), b.pool);
+      ctx.value_error("table (buffer " + std::to_string(i) + ")", "a pool index below " + std::to_string(hot.size()), b.pool);
     const Pool& pool = hot[static_cast<size_t>(b.pool)];
-    const auto argument = [&] { return "pools[" + std::to_string(b.pool) + "]"; };
-    if (pool.slots > 0 && b.offset + b.hot_bytes() > pool.slot_bytes)
-      ctx.value_error(argument(), "at least " + std::to_string(b.offset + b.hot_bytes()) + " bytes a slot",
-                      pool.slot_bytes);
-    if (b.transform == Transform::kNvfp4) {
-      if (is_float(pool.dtype) && pool.dtype != scalar_type(b.dtype))
-        ctx.type_error(argument(), Context::name(scalar_type(b.dtype)) + ", its buffer's dtype, or an integer dtype",
-                       Context::name(pool.dtype));
-      if (reinterpret_cast<uintptr_t>(pool.base) % 16 != 0)
-        ctx.value_error(argument(), "16-byte aligned", "address " + std::to_string(reinterpret_cast<uintptr_t>(pool.base)));
-      if (pool.slots > 1 && pool.slot_stride % 16 != 0)
-        ctx.value_error(argument(), "a slot stride that is a multiple of 16 bytes", pool.slot_stride);
-    }
+    check_pool(ctx, b, pool);
     work.hot_slots = std::min(work.hot_slots, pool.slots);
-    const ColdPlacement& p = placements[i];
-    append_segments(b, pool.base + b.offset, pool.slot_stride, b.row_bytes(),
-                    {cold_base + p.data, cold_stride, cold_base + p.scales, cold_stride, cold_base + p.lossless, cold_stride},
-                    &work.segments);
-    if (p.padding_bytes > 0) {
-      work.segments.back().padding = cold_base + p.padding;
-      work.segments.back().padding_bytes = static_cast<uint8_t>(p.padding_bytes);
-    }
   }
-  finish(ctx, &work);
+  work.segments = layout.segments;
+  for (size_t i = 0; i < work.segments.size(); ++i) {
+    Segment& s = work.segments[i];
+    const Pool& pool = hot[static_cast<size_t>(layout.segment_pools[i])];
+    const auto absolute = [](uint8_t* base, uint8_t* offset) { return base + reinterpret_cast<intptr_t>(offset); };
+    s.hot = absolute(pool.base, s.hot);
+    s.hot_stride = pool.slot_stride;
+    s.data = absolute(cold_base, s.data);
+    s.scales = absolute(cold_base, s.scales);
+    s.padding = absolute(cold_base, s.padding);
+    s.data_stride = s.scales_stride = cold_stride;
+  }
   work.pages = pairs.size(0);
   work.pairs = static_cast<const int32_t*>(pairs.data_ptr());
   work.pair_stride[0] = pairs.stride(0);
@@ -297,7 +363,6 @@ inline PageWork row_work(const Context& ctx, BufferSpec b, const Rows& rows, uin
                   {data, b.data_bytes(), scales, b.scale_bytes(), lossless, b.lossless_bytes()}, &work.segments);
   work.pages = rows.outer;
   work.hot_slots = work.cold_slots = rows.outer;
-  finish(ctx, &work);
   return work;
 }
 

@@ -137,13 +137,14 @@ void copy_tile(const Tile& t, bool encode) {
   for (uint32_t u = t.begin; u < t.end; ++u) move(t.hot + hot_offset(s, u, 16), t.data + int64_t{u} * 16, 16);
 }
 
-void run(const PageWork& work, bool encode) {
-  const int64_t total = work.pages * work.tiles_per_page;
+void run(PageWork work, bool encode) {
+  const int64_t tiles_per_page = number_tiles(&work.segments);
+  const int64_t total = work.pages * tiles_per_page;
   torch::stable::parallel_for(0, total, 4, [&](int64_t first, int64_t last) {
     for (int64_t index = first; index < last;) {
-      const int64_t page = index / work.tiles_per_page;
-      const int64_t page_end = std::min(last, (page + 1) * work.tiles_per_page);
-      auto tile = static_cast<uint32_t>(index - page * work.tiles_per_page);
+      const int64_t page = index / tiles_per_page;
+      const int64_t page_end = std::min(last, (page + 1) * tiles_per_page);
+      auto tile = static_cast<uint32_t>(index - page * tiles_per_page);
       const auto slot = [&](int column) -> int64_t {
         return work.pairs ? work.pairs[page * work.pair_stride[0] + column * work.pair_stride[1]] : page;
       };
@@ -152,10 +153,9 @@ void run(const PageWork& work, bool encode) {
                                 [](uint32_t t, const Segment& segment) { return t < segment.first_tile; }) - 1;
       for (; index < page_end; ++index, ++tile) {
         while (tile - s->first_tile >= s->tiles()) ++s;
-        const uint32_t per_tile = s->kind == SegmentKind::kQuantize ? kGroupsPerTile : kBytesPerTile / 16;
-        const uint32_t begin = (tile - s->first_tile) * per_tile;
+        const uint32_t begin = (tile - s->first_tile) * s->units_per_tile;
         const Tile t{*s, s->hot + hot_slot * s->hot_stride, s->data + cold_slot * s->data_stride,
-                     s->scales + cold_slot * s->scales_stride, begin, std::min(begin + per_tile, s->units)};
+                     s->scales + cold_slot * s->scales_stride, begin, std::min(begin + s->units_per_tile, s->units)};
         if (s->kind == SegmentKind::kQuantize)
           encode ? encode_tile(t) : decode_tile(t);
         else
@@ -171,30 +171,33 @@ std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize(Tensor x, double global_scale,
                                                   int64_t quantized_range_elements, int64_t residual_start,
                                                   int64_t residual_elements) {
   const Quantized q = quantize_rows(Context{"nvfp4_quantize"}, x, global_scale, quantized_range_start, quantized_range_elements,
-                                    residual_start, residual_elements, 1, [](const PageWork& work) { run(work, true); });
+                                    residual_start, residual_elements, 1, [](PageWork work) { run(std::move(work), true); });
   return {q.data, q.scales, q.lossless};
 }
 
 Tensor nvfp4_dequantize(Tensor data, Tensor scales, Tensor lossless, ScalarType dtype, double global_scale,
                         int64_t quantized_range_start, int64_t residual_start, int64_t residual_elements) {
   return dequantize_rows(Context{"nvfp4_dequantize"}, data, scales, lossless, dtype, global_scale, quantized_range_start,
-                         residual_start, residual_elements, [](const PageWork& work) { run(work, false); });
+                         residual_start, residual_elements, [](PageWork work) { run(std::move(work), false); });
 }
 
 void move_pages(const Context& ctx, const Tensor& cold, const std::vector<Tensor>& pools, const Tensor& pairs,
                 const Tensor& table, const Tensor& scales, int64_t max_ctas, bool encode) {
   if (pools.empty()) ctx.value_error("pools", "at least one tensor", "none");
   ctx.cpu(cold, "cold");
-  for (size_t i = 0; i < pools.size(); ++i) ctx.cpu(pools[i], "pools[" + std::to_string(i) + "]");
+  for (size_t i = 0; i < pools.size(); ++i)
+    if (!pools[i].is_cpu()) ctx.cpu(pools[i], "pools[" + std::to_string(i) + "]");
   ctx.cpu(pairs, "pairs");
   run(read_pages(ctx, cold, static_cast<uint8_t*>(cold.data_ptr()), pools, pairs, table, scales, max_ctas, encode), encode);
 }
 
-void encode_pages_(Tensor cold, std::vector<Tensor> pools, Tensor pairs, Tensor table, Tensor scales, int64_t max_ctas) {
+void encode_pages_(const Tensor& cold, const std::vector<Tensor>& pools, const Tensor& pairs, const Tensor& table,
+                   const Tensor& scales, int64_t max_ctas) {
   move_pages(Context{"encode_pages_"}, cold, pools, pairs, table, scales, max_ctas, true);
 }
 
-void decode_pages_(std::vector<Tensor> pools, Tensor cold, Tensor pairs, Tensor table, Tensor scales, int64_t max_ctas) {
+void decode_pages_(const std::vector<Tensor>& pools, const Tensor& cold, const Tensor& pairs, const Tensor& table,
+                   const Tensor& scales, int64_t max_ctas) {
   move_pages(Context{"decode_pages_"}, cold, pools, pairs, table, scales, max_ctas, false);
 }
 

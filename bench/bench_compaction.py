@@ -1,0 +1,334 @@
+"""Compaction and move packing against the copy ceiling of the same run, and beside gather and copy back.
+
+``python -m bench.bench_compaction --json bench/results/compaction.json`` on a GPU; ``pytest
+bench/bench_compaction.py`` guards the CPU ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import kvc
+import pytest
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from bench import common
+
+BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
+BUDGET, EVICTED = 2048, 128
+Row = dict[str, Any]
+
+
+@dataclass
+class Case:
+    """Requests of `budget + evicted` tokens from which each head evicts `evicted` at random."""
+
+    requests: int
+    layers: int = 36  # Qwen3-8B
+    heads: int = 8
+    planes: int = 2
+    head_dim: int = 128
+    tokens: int = 32
+    dtype: torch.dtype = BF16
+    layout: str = "HND"
+    budget: int = BUDGET
+    evicted: int = EVICTED
+    device: str = "cuda"
+    pools: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        length = self.budget + self.evicted
+        columns = -(-length // self.tokens)
+        pages = self.requests * columns
+        inner = (self.heads, self.tokens) if self.layout == "HND" else (self.tokens, self.heads)
+        shape = (pages, self.planes, *inner, self.head_dim)
+        self.pools = []
+        for layer in range(self.layers):
+            memory = torch.full(shape, layer % 251, dtype=torch.uint8, device=self.device).to(self.dtype)
+            self.pools.append(memory if self.layout == "HND" else memory.transpose(2, 3))
+        generator = torch.Generator(self.device).manual_seed(0)
+        order = torch.randperm(pages, generator=generator, device=self.device)
+        self.table = order.view(self.requests, columns).int()
+        noise = torch.rand(self.requests, self.heads, length, generator=generator, device=self.device)
+        self.kept = noise.topk(self.budget).indices.sort().values.int()
+        self.lengths = self.full(length)
+        self.bases = self.full(0)
+        self.offsets = self.cumulative(self.budget)
+        self.fill_offsets = self.cumulative(self.evicted)
+        self.no_offsets = self.cumulative(0)
+
+    def full(self, value: int) -> Tensor:
+        return torch.full((self.requests,), value, dtype=torch.int32, device=self.device)
+
+    def cumulative(self, each: int) -> Tensor:
+        return torch.arange(self.requests + 1, dtype=torch.int32, device=self.device) * each
+
+    def pack(self) -> Callable[[], Any]:
+        arguments = (self.kept, self.lengths, self.offsets, None, 0, self.layers, self.heads)
+        return lambda: kvc.pack_move_sources(*arguments, self.requests * self.budget, 0)
+
+    def pack_fill(self) -> Callable[[], Any]:
+        arguments = (self.kept, self.lengths, self.bases, self.fill_offsets, self.no_offsets)
+        return lambda: kvc.pack_fill_moves(
+            *arguments, self.layers, self.heads, self.requests * self.evicted, 0
+        )
+
+    def nbytes(self, sources: Tensor, destinations: Tensor) -> int:
+        """Bytes read and written: tokens that stay are neither."""
+        row = self.head_dim * self.dtype.itemsize
+        moves = int(((sources != destinations) & (sources >= 0)).sum())
+        return 2 * self.layers * self.planes * row * moves
+
+    def ordered(self) -> tuple[Callable[[], None], int]:
+        sources, _ = self.pack()()
+        targets = torch.arange(self.budget, dtype=torch.int32, device=self.device).repeat(self.requests)
+        arguments = (self.pools, self.table, sources, self.offsets, self.bases)
+        return lambda: kvc.compact_pages_(*arguments), self.nbytes(sources, targets.expand_as(sources))
+
+    def fill(self) -> tuple[Callable[[], None], int]:
+        sources, destinations, _ = self.pack_fill()()
+        arguments = (self.pools, self.table, sources, self.fill_offsets, self.bases, None, destinations)
+        return lambda: kvc.compact_pages_(*arguments), self.nbytes(sources, destinations)
+
+    def gather_and_copy_back(self) -> Callable[[], None]:
+        """The same moves with `index_select` and `index_copy_` on rows, its indices already computed."""
+        rows = [memory if self.layout == "HND" else memory.transpose(2, 3) for memory in self.pools]
+        flat = [memory.reshape(-1, self.head_dim) for memory in rows]
+        sources, _ = self.pack()()
+        sources = sources.view(self.heads, self.requests, self.budget)
+        targets = torch.arange(self.budget, device=self.device).expand_as(sources)
+        number = torch.arange(flat[0].shape[0], device=self.device).view(
+            self.pools[0].shape[:1] + rows[0].shape[1:4]
+        )
+        number = number if self.layout == "HND" else number.transpose(2, 3)
+        request = torch.arange(self.requests, device=self.device)[None, :, None]
+        head = torch.arange(self.heads, device=self.device)[:, None, None]
+
+        def row_numbers(tokens: Tensor) -> Tensor:
+            pages = self.table[request, tokens.long() // self.tokens].long()
+            return number[pages, :, head, tokens.long() % self.tokens].flatten()
+
+        from_rows, to_rows = row_numbers(sources), row_numbers(targets)
+        as_bytes = [f.view(torch.uint8) if self.dtype == E4M3 else f for f in flat]
+
+        def run() -> None:
+            for pool in as_bytes:
+                pool.index_copy_(0, to_rows, pool.index_select(0, from_rows))
+
+        return run
+
+
+def row(name: str, result: dict[str, float], ceiling: float, bar: float | None = None, **extra: Any) -> Row:
+    return {"case": name, **result, "share": result["gb_per_s"] / ceiling, "bar": bar, **extra}
+
+
+def repeats(requests: int) -> int:
+    return 15 if requests > 1 else 40
+
+
+def compaction_rows(copy: float, only: str) -> list[Row]:
+    variants: dict[str, tuple[dict[str, Any], float | None, float | None]] = {
+        # geometry, bar of the ordered form, bar of the fill form
+        "32 requests, HND": ({"requests": 32}, 0.85, 0.5),
+        "32 requests, NHD": ({"requests": 32, "layout": "NHD"}, 0.765, None),
+        "1 request, HND": ({"requests": 1}, 0.6, None),
+        "1 request, NHD": ({"requests": 1, "layout": "NHD"}, 0.54, None),
+        "32 requests, head size 64": ({"requests": 32, "head_dim": 64}, 0.7, None),
+        "32 requests, head size 256": ({"requests": 32, "head_dim": 256, "layers": 18}, 0.7, None),
+        "32 requests, FP8": ({"requests": 32, "dtype": E4M3}, 0.7, None),
+        "32 requests, pages of 16": ({"requests": 32, "tokens": 16}, 0.7, None),
+        "32 requests, pages of 64": ({"requests": 32, "tokens": 64}, 0.7, None),
+        "32 requests, pages of 128": ({"requests": 32, "tokens": 128}, 0.7, None),
+        "32 requests, MLA 576": (
+            {"requests": 32, "layers": 61, "heads": 1, "planes": 1, "head_dim": 576},
+            None,
+            None,
+        ),
+        "1 request, MLA 576": (
+            {"requests": 1, "layers": 61, "heads": 1, "planes": 1, "head_dim": 576},
+            None,
+            None,
+        ),
+    }
+    rows: list[Row] = []
+    for name, (geometry, bar, fill_bar) in variants.items():
+        if only and only not in name:
+            continue
+        case = Case(**geometry)
+        run, moved = case.ordered()
+        ordered = common.rate(moved, common.gpu_times(run, repeats=repeats(case.requests)))
+        rows.append(row(f"ordered: {name}", ordered, copy, bar))
+        run, moved = case.fill()
+        filled = common.rate(moved, common.gpu_times(run, repeats=repeats(case.requests)))
+        rows.append(
+            row(f"fill: {name}", filled, copy, fill_bar, of_ordered_time=filled["us"] / ordered["us"])
+        )
+        del case, run
+        torch.cuda.empty_cache()
+    return rows
+
+
+def idle_rows(copy: float) -> list[Row]:
+    """What requests cost that do not move: 255 beside one that does, and one whose tokens all stay."""
+    rows = []
+    case = Case(1)
+    sources, _ = case.pack()()
+    table = case.table.expand(256, -1)
+    offsets = torch.zeros(257, dtype=torch.int32, device="cuda")
+    offsets[129:] = case.budget
+    bases = torch.zeros(256, dtype=torch.int32, device="cuda")
+    _, moved = case.ordered()
+    times = common.gpu_times(
+        lambda: kvc.compact_pages_(case.pools, table, sources, offsets, bases), repeats=40
+    )
+    rows.append(row("ordered: 1 request beside 255 that are idle", common.rate(moved, times), copy))
+    stay = torch.arange(case.budget, dtype=torch.int32, device="cuda").expand(case.heads, -1)
+    times = common.gpu_times(
+        lambda: kvc.compact_pages_(case.pools, case.table, stay, case.offsets, case.bases), repeats=40
+    )
+    rows.append({"case": "ordered: 1 request, every token stays", **common.summary(times)})
+    return rows
+
+
+def baseline_rows(copy: float) -> list[Row]:
+    rows = []
+    for requests in (1, 32):
+        case = Case(requests)
+        run, moved = case.ordered()
+
+        def peak(f: Callable[[], None]) -> int:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            f()
+            torch.cuda.synchronize()
+            return torch.cuda.max_memory_allocated() - before
+
+        gather = case.gather_and_copy_back()
+        ours = common.rate(moved, common.gpu_times(run, repeats=repeats(requests)))
+        times = common.gpu_times(gather, repeats=repeats(requests))
+        theirs = common.rate(moved, times)
+        faster = theirs["us"] / ours["us"]
+        rows.append(
+            row(f"side by side, {requests} requests: kvc", ours, copy, peak_bytes=peak(run), speedup=faster)
+        )
+        name = f"side by side, {requests} requests: index_select, index_copy_"
+        rows.append(row(name, theirs, copy, peak_bytes=peak(gather)))
+        del case, run, gather
+        torch.cuda.empty_cache()
+    return rows
+
+
+def packing_rows() -> list[Row]:
+    rows: list[Row] = []
+    case = Case(64, layers=1)
+    union = Case(64, layers=1)
+    union.kept = union.kept[:, :1].contiguous()
+    packs = {
+        "pack_move_sources, a row per head": (case.pack(), 4.0),
+        "pack_move_sources, one row": (union.pack(), 4.0),
+        "pack_fill_moves, a row per head": (case.pack_fill(), None),
+    }
+    for name, (run, bar) in packs.items():
+        for cold in (True, False):
+            times = common.gpu_times(run, repeats=60, cold=cold)
+            text = f"{name}: 64 requests, 8 heads, 2,048 kept, {'cold' if cold else 'warm'} L2"
+            rows.append({"case": text, **common.summary(times), "bar_us": bar})
+    empty = torch.zeros(1, device="cuda")
+    times = common.gpu_times(lambda: empty.add_(1), repeats=60)
+    rows.append({"case": "a kernel of one element, for comparison", **common.summary(times)})
+    return rows
+
+
+def host_rows() -> list[Row]:
+    case = Case(1, budget=64, evicted=8)
+    rows: list[Row] = []
+    runs: dict[str, Callable[[], Any]] = {
+        "compact_pages_, 36 layers": case.ordered()[0],
+        "compact_pages_ with destinations, 36 layers": case.fill()[0],
+        "pack_move_sources": case.pack(),
+        "pack_fill_moves": case.pack_fill(),
+    }
+    for name, run in runs.items():
+        rows.append({"case": f"host cost: {name}", **common.summary(common.host_times(run)), "bar_us": 15.0})
+    return rows
+
+
+def cpu_rows() -> list[Row]:
+    rows: list[Row] = []
+    for name, layout in (("HND", "HND"), ("NHD", "NHD")):
+        case = Case(2, layers=4, device="cpu", layout=layout)
+        run, moved = case.ordered()
+        result = common.rate(moved, common.host_times(run, repeats=7, warmup=1))
+        rows.append(
+            {
+                "case": f"CPU ordered: 2 requests, 4 layers, {name}, {torch.get_num_threads()} threads",
+                **result,
+            }
+        )
+    return rows
+
+
+def show(rows: list[Row]) -> None:
+    table = Table("case", "us", "GB/s", "share", "bar", "note")
+    for r in rows:
+        notes = [f"{r['of_ordered_time']:.3f} of ordered"] if "of_ordered_time" in r else []
+        notes += [f"peak +{r['peak_bytes'] / 2**20:.0f} MiB"] if "peak_bytes" in r else []
+        notes += [f"{r['speedup']:.1f}x"] if "speedup" in r else []
+        bar = f"{r['bar_us']:.0f} us" if r.get("bar_us") else str(r["bar"]) if r.get("bar") else ""
+        table.add_row(
+            r["case"],
+            f"{r['us']:.1f}",
+            f"{r['gb_per_s']:.1f}" if "gb_per_s" in r else "",
+            f"{r['share']:.3f}" if "share" in r else "",
+            bar,
+            ", ".join(notes),
+        )
+    Console(width=140).print(table)
+
+
+def main(
+    json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
+    only: Annotated[str, typer.Option(help="Run only the compaction cases whose name contains this.")] = "",
+    parts: Annotated[
+        str, typer.Option(help="Comma-separated: compaction, idle, baseline, packing, host, cpu.")
+    ] = "compaction,idle,baseline,packing,host,cpu",
+) -> None:
+    """Measure compaction and move packing on the GPU of this machine."""
+    chosen = parts.split(",")
+    rows: list[Row] = []
+    if torch.cuda.is_available():
+        copy = common.copy_ceiling()
+        ceiling = copy["gb_per_s"]
+        rows.append(row("ceiling: device copy, read + write", copy, ceiling))
+        rows += compaction_rows(ceiling, only) if "compaction" in chosen else []
+        rows += idle_rows(ceiling) if "idle" in chosen else []
+        rows += baseline_rows(ceiling) if "baseline" in chosen else []
+        rows += packing_rows() if "packing" in chosen else []
+        rows += host_rows() if "host" in chosen else []
+    rows += cpu_rows() if "cpu" in chosen else []
+    show(rows)
+    if json is not None:
+        common.write(json, {"benchmark": "compaction", "rows": rows})
+
+
+@pytest.mark.parametrize("form", ["ordered", "fill"])
+def test_cpu_compaction(benchmark: Any, form: str) -> None:
+    case = Case(1, layers=2, device="cpu", budget=512, evicted=64)
+    benchmark(getattr(case, form)()[0])
+
+
+@pytest.mark.parametrize("form", ["pack", "pack_fill"])
+def test_cpu_packing(benchmark: Any, form: str) -> None:
+    benchmark(getattr(Case(16, layers=1, head_dim=1, device="cpu"), form)())
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,192 @@
+// Hot rows to packed data and scales.
+//
+// Hot bytes come by asynchronous copies, a tile ahead of the arithmetic. Towards device memory, 8 data bytes and 1 scale
+// byte a lane fill whole sectors of L2; towards host memory they are put together in shared memory first, so that PCIe
+// sees 16-byte stores to contiguous runs and never single scale bytes.
+#pragma once
+
+#include "nvfp4/tile.cuh"
+
+namespace kvc::nvfp4 {
+
+// Sixteen hot elements as they lie in memory.
+template <DType kType>
+struct HotGroup {
+  static constexpr uint32_t kBytes = kGroupSize * itemsize(kType);
+  using P = Packed<kType == DType::kFloat32 ? DType::kFloat16 : kType>;
+  struct Raw {
+    uint4 v[kBytes / 16];
+  };
+
+  static __device__ __forceinline__ Raw load_raw(const uint8_t* from) {
+    Raw raw;
+#pragma unroll
+    for (uint32_t i = 0; i < kBytes / 16; ++i) raw.v[i] = reinterpret_cast<const uint4*>(from)[i];
+    return raw;
+  }
+
+  static __device__ __forceinline__ void to_float(const Raw& raw, float (&x)[kGroupSize]) {
+    using E = Element<kType>;
+    const auto* bits = reinterpret_cast<const typename E::Bits*>(raw.v);
+#pragma unroll
+    for (int i = 0; i < kGroupSize; ++i) x[i] = E::to_float(bits[i]);
+  }
+
+  static __device__ __forceinline__ void to_pairs(const Raw& raw, uint32_t (&pairs)[2][4]) {
+    if constexpr (kType == DType::kFloat8E4M3) {
+      split_bytes(raw.v[0].x, raw.v[0].y, pairs[0]);
+      split_bytes(raw.v[0].z, raw.v[0].w, pairs[1]);
+    } else {
+      split_words(raw.v[0], pairs[0]);
+      split_words(raw.v[1], pairs[1]);
+    }
+  }
+
+  static __device__ __forceinline__ PackedGroup unpack(const Raw& raw) {
+    if constexpr (kType == DType::kFloat8E4M3) {
+      return from_e4m3(raw.v[0]);
+    } else {
+      uint32_t pairs[2][4];
+      to_pairs(raw, pairs);
+      return from_pairs<P>(pairs);
+    }
+  }
+
+  // Out of line: their sixteen floats would cost every other path its registers.
+  static __device__ __noinline__ Group encode_any(const uint8_t* from, GlobalScale global) {
+    float x[kGroupSize];
+    to_float(load_raw(from), x);
+    return encode_group(x, global);
+  }
+
+  static __device__ __noinline__ ResidualGroup encode_any_residual(const uint8_t* from, GlobalScale global) {
+    float x[kGroupSize];
+    to_float(load_raw(from), x);
+    return encode_residual_group(x, global);
+  }
+
+  // With global scale 1: two elements an instruction, or the hardware's conversion where it exists.
+  static constexpr bool kPacked = kType != DType::kFloat32 && !KVC_HARDWARE_E2M1;
+
+  static __device__ __forceinline__ Group encode_unit(const Raw& raw) {
+    if constexpr (kPacked) {
+      return encode_packed<P>(unpack(raw));
+    } else {
+      float x[kGroupSize];
+      to_float(raw, x);
+      return encode_group(x, {1.0f, 1.0f});
+    }
+  }
+
+  static __device__ __forceinline__ ResidualGroup encode_residual(const uint8_t* from, GlobalScale global) {
+    if constexpr (kPacked) {
+      if (global.decode == 1.0f) {
+        const Raw raw = load_raw(from);
+        ResidualGroup both;
+        both.main = encode_packed<P>(unpack(raw));
+        uint32_t pairs[2][4];
+        to_pairs(raw, pairs);
+        if (encode_residual_pairs<P>(pairs, both.main, &both.residual)) return both;
+      }
+    }
+    return encode_any_residual(from, global);
+  }
+};
+
+// Starts to bring the hot bytes of a tile into shared memory.
+__device__ __forceinline__ void fetch_hot(const Tile& tile, uint8_t* input, uint32_t lane) {
+  const Segment& s = tile.segment();
+  const Extent e = extent(s, tile.index);
+  const HotTile hot(s, tile.at().hot, e.first);
+  if (hot.linear) {
+    const uint32_t bytes = s.kind == SegmentKind::kBytes ? copied_bytes(s, e) : (e.end - e.first) << (4 + hot.log_chunks);
+    fetch_run(input, hot.base, bytes, lane);
+  } else {
+    const uint32_t chunks = (e.end - e.first) << hot.log_chunks;
+#pragma unroll 4
+    for (uint32_t c = lane; c < chunks; c += kWarp) copy_async(input + 16 * c, hot.scattered(c));
+  }
+}
+
+__device__ __forceinline__ void put_group(uint8_t* data, uint8_t* scales, uint32_t slot, const Group& group) {
+  *reinterpret_cast<uint2*>(data + int64_t{slot} * kGroupBytes) =
+      make_uint2(static_cast<uint32_t>(group.data), static_cast<uint32_t>(group.data >> 32));
+  scales[slot] = static_cast<uint8_t>(group.scale);
+}
+
+// Groups whose slots follow each other: three pointers to carry along and nothing else.
+template <int kAtOnce, typename Encode>
+__device__ __forceinline__ void encode_in_order(const uint8_t* from, uint8_t* data, uint8_t* scales, uint32_t groups, uint32_t lane,
+                                                uint32_t group_bytes, Encode&& encode) {
+  constexpr int kStep = kAtOnce * static_cast<int>(kWarp);
+  from += lane * group_bytes;
+  data += lane * kGroupBytes;
+  scales += lane;
+#pragma unroll 1
+  for (int left = static_cast<int>(groups - lane); left > 0; left -= kStep) {
+    Group group[kAtOnce];
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+      if (k == 0 || left > k * static_cast<int>(kWarp)) group[k] = encode(from + k * kWarp * group_bytes);
+#pragma unroll
+    for (int k = 0; k < kAtOnce; ++k)
+      if (k == 0 || left > k * static_cast<int>(kWarp)) put_group(data, scales, k * kWarp, group[k]);
+    from += kStep * group_bytes;
+    data += kStep * kGroupBytes;
+    scales += kStep;
+  }
+}
+
+template <DType kType, bool kStaged>
+__device__ __forceinline__ void encode_tile(const Tile& tile, const uint8_t* input, uint8_t* staged, uint32_t lane) {
+  using Hot = HotGroup<kType>;
+  // With few warps a multiprocessor, as towards host memory, a second group a lane hides the arithmetic's latency.
+  constexpr int kAtOnce = kStaged ? 2 : 1;
+  const Segment& s = tile.segment();
+  const Extent e = extent(s, tile.index);
+  uint8_t* cold_data = tile.at().data + int64_t{e.first_slot} * kGroupBytes;
+  uint8_t* cold_scales = tile.at().scales + e.first_slot;
+  uint8_t* data = kStaged ? staged : cold_data;
+  uint8_t* scales = kStaged ? staged + kStagedData : cold_scales;
+  const GlobalScale global = s.global;
+  const uint32_t groups = e.end - e.first;
+  const bool unit = Hot::kPacked && global.decode == 1.0f;
+  const auto encode = [&](const uint8_t* from) {
+    return unit ? Hot::encode_unit(Hot::load_raw(from)) : Hot::encode_any(from, global);
+  };
+  const auto put_residual = [&](TileGroup at) {
+    const ResidualGroup both = Hot::encode_residual(input + at.group * Hot::kBytes, global);
+    put_group(data, scales, at.slot, both.main);
+    put_group(data, scales, at.slot + 1, both.residual);
+  };
+  if (s.residual_groups == 0) {
+    if (unit)
+      encode_in_order<kAtOnce>(input, data, scales, groups, lane, Hot::kBytes, [](const uint8_t* from) { return Hot::encode_unit(Hot::load_raw(from)); });
+    else
+      encode_in_order<1>(input, data, scales, groups, lane, Hot::kBytes, [&](const uint8_t* from) { return Hot::encode_any(from, global); });
+  } else if (has_whole_rows(s)) {
+    // Residual groups are a few of each row: counted off together, so that no lane idles beside them.
+    const uint32_t residual = s.units_per_row.divide(groups) * s.residual_groups;
+#pragma unroll 1
+    for (uint32_t i = lane; i < groups - residual; i += kWarp) {
+      const TileGroup at = plain_group(s, i);
+      put_group(data, scales, at.slot, encode(input + at.group * Hot::kBytes));
+    }
+#pragma unroll 1
+    for (uint32_t i = lane; i < residual; i += kWarp) put_residual(residual_group(s, i));
+  } else {
+#pragma unroll 1
+    for (uint32_t i = lane; i < groups; i += kWarp) {
+      const TileGroup at{i, slots_before(s, e.first + i) - e.first_slot};
+      const uint32_t column = e.first + i - s.units_per_row.divide(e.first + i) * s.units_per_row.divisor;
+      if (is_residual(s, column)) put_residual(at);
+      else put_group(data, scales, at.slot, encode(input + i * Hot::kBytes));
+    }
+  }
+  if (!kStaged) return;
+  __syncwarp();
+  store_run(cold_data, data, (e.end_slot - e.first_slot) * kGroupBytes, lane);
+  store_run(cold_scales, scales, e.end_slot - e.first_slot, lane);
+}
+
+}  // namespace kvc::nvfp4
