@@ -7,6 +7,7 @@ Environment: ``KVC_CUDA=0/1`` forces CUDA off/on, ``KVC_CUDA_ARCHS`` limits the 
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import shutil
@@ -22,6 +23,8 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 # The PTX runs, by way of the driver's compiler, on every architecture that has no machine code here.
 CUDA_ARCHS = ("80", "86", "89", "90a", "100f", "120f", "80+PTX")
+# Triton kernels, compiled ahead of time to machine code that the CUDA library carries.
+TRITON_MODULES = ("kernels/compaction/pack.py",)
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11
 PYTHON_LIMITED_API = "0x030a0000"  # 3.10
 
@@ -31,7 +34,9 @@ def find_torch() -> Path:
     spec = importlib.util.find_spec("torch")
     candidates = [Path(spec.origin).parent] if spec and spec.origin else []
     candidates += [Path(sysconfig.get_path(key)) / "torch" for key in ("platlib", "purelib")]
-    candidates += [Path(path) / "torch" for path in os.environ.get("KVC_TORCH_PATH", "").split(os.pathsep) if path]
+    candidates += [
+        Path(path) / "torch" for path in os.environ.get("KVC_TORCH_PATH", "").split(os.pathsep) if path
+    ]
     for torch in candidates:
         if (torch / "include" / "torch" / "csrc" / "stable" / "library.h").is_file():
             return torch
@@ -66,9 +71,9 @@ class BuildExtension(build_ext):
         temp = Path(self.build_temp).resolve() / ext.name
         temp.mkdir(parents=True, exist_ok=True)
         jobs = int(os.environ.get("MAX_JOBS") or os.cpu_count() or 1)
-        includes = [ROOT / "include", ROOT / "kernels", torch / "include", sysconfig.get_path("include")]
-        flags = [f"-I{path}" for path in includes[:2]]
-        for path in includes[2:]:
+        own = [ROOT / "include", ROOT / "kernels"]
+        flags = [f"-I{path}" for path in own]
+        for path in (torch / "include", sysconfig.get_path("include")):
             flags += ["-isystem", str(path)]
         flags += [
             f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION}",
@@ -77,26 +82,57 @@ class BuildExtension(build_ext):
             "-std=c++17",
             "-O3",
         ]
-        host = ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra", "-ffp-contract=off", "-DKVC_FP_CONTRACT_OFF"]
-        host += ["-fno-math-errno", "-fno-trapping-math", f"-ffile-prefix-map={ROOT}=.", f"-ffile-prefix-map={torch}=torch"]
+        host = [
+            "-fPIC",
+            "-fvisibility=hidden",
+            "-Wall",
+            "-Wextra",
+            "-ffp-contract=off",
+            "-DKVC_FP_CONTRACT_OFF",
+        ]
+        host += [
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            f"-ffile-prefix-map={ROOT}=.",
+            f"-ffile-prefix-map={torch}=torch",
+        ]
         cuda = ext.name.endswith("_C_cuda")
         nvcc = find_nvcc() if cuda else None
         targets, names = cuda_targets()
         if cuda:
             flags += ["-DUSE_CUDA", f'-DKVC_CUDA_ARCHS="{names}"']
 
+        headers = sorted(p for top in own for p in top.rglob("*") if p.suffix in (".h", ".cuh"))
+        shared = b"".join(path.read_bytes() for path in [*headers, torch / "version.py"])
+
         def compile_one(source: str) -> str:
-            output = str(temp / (source.replace("/", "_") + ".o"))
+            output = temp / (source.replace("/", "_") + ".o")
             if source.endswith(".cu"):
                 assert nvcc is not None
-                command = [nvcc, *flags, *targets, "-lineinfo", "--expt-relaxed-constexpr", "-Xcompiler", ",".join(host)]
+                command = [
+                    nvcc,
+                    *flags,
+                    *targets,
+                    "-lineinfo",
+                    "--expt-relaxed-constexpr",
+                    "-Xcompiler",
+                    ",".join(host),
+                ]
             else:
                 command = [os.environ.get("CXX", "g++"), *flags, *host]
-            subprocess.run([*command, "-c", str(ROOT / source), "-o", output], check=True)
-            return output
+            command += ["-c", str(ROOT / source), "-o", str(output)]
+            # An object is kept while what it was made of is the same, so a change in Python costs no compilation.
+            content = repr(command).encode() + shared + (ROOT / source).read_bytes()
+            digest, known = hashlib.sha256(content).hexdigest(), output.with_suffix(".sha256")
+            if not (output.is_file() and known.is_file() and known.read_text() == digest):
+                known.unlink(missing_ok=True)
+                subprocess.run(command, check=True)
+                known.write_text(digest)
+            return str(output)
 
+        sources = [*ext.sources, compiled_triton(temp)] if cuda else ext.sources
         with ThreadPoolExecutor(jobs) as pool:
-            objects = list(pool.map(compile_one, ext.sources))
+            objects = list(pool.map(compile_one, sources))
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         link = [os.environ.get("CXX", "g++"), "-shared", *objects, "-o", str(target), f"-L{torch / 'lib'}"]
@@ -106,14 +142,34 @@ class BuildExtension(build_ext):
         subprocess.run(link, check=True)
 
 
+def cuda_archs() -> list[str]:
+    return [arch for arch in os.environ.get("KVC_CUDA_ARCHS", "").replace(",", ";").split(";") if arch] or [
+        *CUDA_ARCHS
+    ]
+
+
 def cuda_targets() -> tuple[list[str], str]:
     """nvcc's -gencode flags and the list's readable form; "80+PTX" means PTX of compute_80."""
-    archs = [arch for arch in os.environ.get("KVC_CUDA_ARCHS", "").replace(",", ";").split(";") if arch] or CUDA_ARCHS
+    archs = cuda_archs()
     flags = []
     for arch in archs:
         number, _, ptx = arch.partition("+")
         flags.append(f"-gencode=arch=compute_{number},code={'compute' if ptx else 'sm'}_{number}")
     return flags, ", ".join("sm_" + arch for arch in archs)
+
+
+def compiled_triton(folder: Path) -> str:
+    """A C++ file with the machine code of the Triton kernels, one set for each major architecture."""
+    output = folder / "compiled.cpp"
+    majors = sorted({int("".join(filter(str.isdigit, arch))) // 10 * 10 for arch in cuda_archs()})
+    script, modules = (
+        ROOT / "kernels" / "common" / "aot.py",
+        [str(ROOT / module) for module in TRITON_MODULES],
+    )
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "triton"), "TRITON_DISABLE_LINE_INFO": "1"}
+    command = [sys.executable, str(script), str(output), ";".join(map(str, majors)), *modules]
+    subprocess.run(command, check=True, env=environment)
+    return str(output)
 
 
 def stub_libtorch_cuda(folder: Path) -> Path:
@@ -123,15 +179,20 @@ def stub_libtorch_cuda(folder: Path) -> Path:
     source = stub / "empty.c"
     source.write_text("")
     subprocess.run(
-        ["gcc", "-shared", "-Wl,-soname,libtorch_cuda.so", str(source), "-o", str(stub / "libtorch_cuda.so")], check=True
+        ["gcc", "-shared", "-Wl,-soname,libtorch_cuda.so", str(source), "-o", str(stub / "libtorch_cuda.so")],
+        check=True,
     )
     return stub
 
 
 def cudart(nvcc: str | None) -> list[str]:
     """The static CUDA runtime, wherever this toolkit keeps it."""
-    dryrun = subprocess.run([str(nvcc), "-dryrun", "x.cu"], capture_output=True, text=True, check=False).stderr
-    top = next((line.split("=", 1)[1].strip() for line in dryrun.splitlines() if line.startswith("#$ TOP=")), None)
+    dryrun = subprocess.run(
+        [str(nvcc), "-dryrun", "x.cu"], capture_output=True, text=True, check=False
+    ).stderr
+    top = next(
+        (line.split("=", 1)[1].strip() for line in dryrun.splitlines() if line.startswith("#$ TOP=")), None
+    )
     roots = [Path(top)] if top else []
     roots += [Path(str(nvcc)).resolve().parent.parent]
     for root in roots:
@@ -145,7 +206,11 @@ def extensions() -> list[Extension]:
     found = [
         Extension(
             "kvc._C",
-            ["kernels/common/module_cpu.cpp", "kernels/nvfp4/nvfp4_cpu.cpp"],
+            [
+                "kernels/common/module_cpu.cpp",
+                "kernels/nvfp4/nvfp4_cpu.cpp",
+                "kernels/compaction/compaction_cpu.cpp",
+            ],
             py_limited_api=True,
         )
     ]
@@ -153,18 +218,27 @@ def extensions() -> list[Extension]:
         found.append(
             Extension(
                 "kvc._C_cuda",
-                ["kernels/common/module_cuda.cpp", "kernels/nvfp4/nvfp4.cu"],
+                [
+                    "kernels/common/module_cuda.cpp",
+                    "kernels/nvfp4/nvfp4.cu",
+                    "kernels/compaction/compaction.cu",
+                    "kernels/compaction/pack.cu",
+                ],
                 py_limited_api=True,
             )
         )
     return found
 
 
+EXTENSIONS = extensions()
+
 setup(
-    ext_modules=extensions(),
+    ext_modules=EXTENSIONS,
+    # pip installs these into its isolated environment, and only when CUDA is built.
+    setup_requires=["triton~=3.6.0"] if len(EXTENSIONS) > 1 else [],
     cmdclass={"build_ext": BuildExtension},
-    packages=["kvc", "kvc.reference"],
-    package_dir={"kvc": "ops"},
-    package_data={"kvc": ["py.typed", "*.pyi"]},
+    packages=["kvc", "kvc.include", "kvc.reference"],
+    package_dir={"kvc": "ops", "kvc.include": "include"},
+    package_data={"kvc": ["py.typed", "*.pyi"], "kvc.include": ["kvc/*.h"]},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -43,7 +43,9 @@ def deepseek(dtype: torch.dtype, residual: int = 64) -> PageLayout:
 class Case:
     """A layout with pools of at least ``hot_bytes``, a cold tensor on either side, and a random page order."""
 
-    def __init__(self, layout: PageLayout, hot_bytes: int = 5 * common.GIB // 4, device: str = "cuda") -> None:
+    def __init__(
+        self, layout: PageLayout, hot_bytes: int = 5 * common.GIB // 4, device: str = "cuda"
+    ) -> None:
         buffers = [b for layer in layout.layers for b in layer]
         self.layout = layout
         self.hot_page = sum(b.nbytes for b in buffers)
@@ -118,6 +120,17 @@ def hbm_rows(copy: float, only: str) -> list[dict[str, Any]]:
         for direction, run in (("encode", case.encode()), ("decode", case.decode())):
             times = common.gpu_times(run)
             rows.append(row(f"HBM {direction}: {name}", common.rate(moved, times), copy, HBM_BARS.get(name)))
+            if name == "BF16 whole":
+                times = common.gpu_times(run, repeats=300, warm_s=1.0)
+                clock = common.sm_clock_mhz()
+                rows.append(
+                    row(
+                        f"HBM {direction}: {name}, after 1 s of it",
+                        common.rate(moved, times),
+                        copy,
+                        sm_mhz=clock,
+                    )
+                )
         del case
     return rows
 

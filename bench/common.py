@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -24,10 +25,14 @@ def flush_l2() -> Callable[[], None]:
     return lambda: junk.fill_(1)  # type: ignore[return-value]
 
 
-def gpu_times(run: Callable[[], Any], repeats: int = 30, cold: bool = True, graph: bool = True) -> Times:
+def gpu_times(
+    run: Callable[[], Any], repeats: int = 30, cold: bool = True, graph: bool = True, warm_s: float = 0.03
+) -> Times:
     """Microseconds of ``run`` on the GPU: CUDA events around graph replays, with a cold L2 unless told otherwise.
 
-    Before the first measurement ``run`` is repeated for a quarter of a second: the clocks of an idle GPU take that long.
+    Before the first measurement ``run`` is repeated for ``warm_s`` seconds, so that the clocks have left their idle
+    state. Much longer, and a GPU at its power limit has lowered them again: what a burst of transfers sees is not what
+    minutes of nothing else would.
     """
     flush = flush_l2() if cold else None
     run()
@@ -38,15 +43,17 @@ def gpu_times(run: Callable[[], Any], repeats: int = 30, cold: bool = True, grap
         with torch.cuda.graph(captured):
             run()
         call = captured.replay
-    warm = perf_counter() + 0.25
-    while perf_counter() < warm:
-        for _ in range(5):
-            call()
+    until = perf_counter() + warm_s
+    while perf_counter() < until:
+        call()
         torch.cuda.synchronize()
     times = []
     for _ in range(repeats):
+        # Something runs while the host submits, so that its own latency does not count.
         if flush is not None:
             flush()
+        else:
+            torch.cuda._sleep(100_000)
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         call()
@@ -84,6 +91,15 @@ def rate(moved: float, times: Sequence[float]) -> dict[str, float]:
     return result | {"bytes": moved, "gb_per_s": moved / result["us"] / 1e3}
 
 
+def sm_clock_mhz() -> int | None:
+    """The multiprocessors' clock at this moment."""
+    query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "--id=0"]
+    try:
+        return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+    except (OSError, subprocess.CalledProcessError, ValueError):
+        return None
+
+
 def copy_ceiling(nbytes: int = 4 * GIB) -> dict[str, float]:
     """A large device-to-device copy, counting bytes read and bytes written: torch's kernel or the driver's."""
     source = torch.randn(nbytes // 4, device="cuda")
@@ -106,7 +122,7 @@ def environment() -> dict[str, Any]:
 
     facts: dict[str, Any] = {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": command("git", "rev-parse", "--short", "HEAD"),
+        "commit": os.environ.get("KVC_COMMIT") or command("git", "rev-parse", "--short", "HEAD"),
         "dirty": bool(command("git", "status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "torch": torch.__version__,

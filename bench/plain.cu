@@ -1,6 +1,6 @@
 // The plainest kernels that move bytes 16 at a time: what kvc's kernels are held against.
-#include <cstdint>
 #include <cuda_runtime.h>
+#include <cstdint>
 
 namespace {
 
@@ -39,7 +39,8 @@ void plain_store(void* to, int64_t bytes, int blocks, cudaStream_t stream) {
 }
 
 void plain_load(const void* from, void* sink, int64_t bytes, int blocks, cudaStream_t stream) {
-  load_kernel<false><<<blocks, 256, 0, stream>>>(static_cast<const uint4*>(from), static_cast<uint4*>(sink), bytes / 16);
+  load_kernel<false>
+      <<<blocks, 256, 0, stream>>>(static_cast<const uint4*>(from), static_cast<uint4*>(sink), bytes / 16);
 }
 
 void plain_copy(const void* from, void* to, int64_t bytes, int blocks, cudaStream_t stream) {

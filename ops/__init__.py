@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 try:
     from ._ops import set_debug
+    from .compaction import compact_pages_, pack_fill_moves, pack_move_sources
     from .nvfp4 import (
         PageBuffer,
         PageLayout,
@@ -16,8 +17,8 @@ try:
         nvfp4_dequantize,
         nvfp4_quantize,
     )
-except ImportError as _error:
-    # `python -m kvc.collect_env` must run where torch or the libraries are missing; everything else says why it cannot.
+except (ImportError, OSError) as _error:  # OSError: torch without the libraries it loads itself
+    # `python -m kvc.collect_env` must run without torch and the libraries; all else says why it cannot.
     _reason = _error
 
     def __getattr__(name: str) -> Any:
@@ -32,9 +33,12 @@ __all__ = [
     "PageBuffer",
     "PageLayout",
     "__version__",
+    "compact_pages_",
     "decode_pages_",
     "encode_pages_",
     "nvfp4_dequantize",
     "nvfp4_quantize",
+    "pack_fill_moves",
+    "pack_move_sources",
     "set_debug",
 ]

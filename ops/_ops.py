@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +18,8 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 
 def _define(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Declare an op; the decorated function is its fake."""
-    name = _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    name = schema.split("(", 1)[0]
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
         torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
@@ -84,6 +84,72 @@ _define(
     " int max_ctas=0) -> ()"
 )(_no_result)
 
+
+def _move_outputs(
+    kept: torch.Tensor, num_layers: int, num_kv_heads: int, total: int, side_total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rows = kept.shape[1]
+    per_layer = num_layers > 1 and rows == num_layers * num_kv_heads
+    return (
+        kept.new_empty((num_layers, num_kv_heads, total) if per_layer else (num_kv_heads, total)),
+        kept.new_empty((num_kv_heads, side_total)),
+    )
+
+
+_PACK_MOVE_SOURCES = (
+    "Tensor kept, Tensor valid_lengths, Tensor dense_offsets, Tensor? swa_offsets, int window, int num_layers,"
+    " int num_kv_heads, SymInt dense_total, SymInt swa_total"
+)
+
+
+@_define(f"pack_move_sources({_PACK_MOVE_SOURCES}) -> (Tensor dense, Tensor swa)")
+def _(
+    kept: torch.Tensor,
+    valid_lengths: torch.Tensor,
+    dense_offsets: torch.Tensor,
+    swa_offsets: torch.Tensor | None,
+    window: int,
+    num_layers: int,
+    num_kv_heads: int,
+    dense_total: int,
+    swa_total: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _move_outputs(kept, num_layers, num_kv_heads, dense_total, swa_total)
+
+
+_define(f"pack_move_sources.out({_PACK_MOVE_SOURCES}, *, Tensor(a!) dense, Tensor(b!) swa) -> ()")(_no_result)
+
+_PACK_FILL_MOVES = (
+    "Tensor kept, Tensor valid_lengths, Tensor bases, Tensor fill_offsets, Tensor tail_offsets, int num_layers,"
+    " int num_kv_heads, SymInt fill_total, SymInt tail_total"
+)
+
+
+@_define(f"pack_fill_moves({_PACK_FILL_MOVES}) -> (Tensor sources, Tensor destinations, Tensor tail_sources)")
+def _(
+    kept: torch.Tensor,
+    valid_lengths: torch.Tensor,
+    bases: torch.Tensor,
+    fill_offsets: torch.Tensor,
+    tail_offsets: torch.Tensor,
+    num_layers: int,
+    num_kv_heads: int,
+    fill_total: int,
+    tail_total: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    sources, tail_sources = _move_outputs(kept, num_layers, num_kv_heads, fill_total, tail_total)
+    return sources, torch.empty_like(sources), tail_sources
+
+
+_define(
+    f"pack_fill_moves.out({_PACK_FILL_MOVES},"
+    " *, Tensor(a!) sources, Tensor(b!) destinations, Tensor(c!) tail_sources) -> ()"
+)(_no_result)
+_define(
+    "compact_pages_(Tensor(a!)[] pools, Tensor page_table, Tensor sources, Tensor offsets, Tensor bases,"
+    " Tensor? layer_map=None, Tensor? destinations=None) -> ()"
+)(_no_result)
+
 from . import _C  # noqa: E402  (the implementations need the schemas)
 
 _libraries = [_C]
@@ -98,16 +164,16 @@ if torch.version.cuda is not None:
 ops = getattr(torch.ops, NAMESPACE)
 
 
-def call(op: Callable[..., Any], *args: Any) -> Any:
+def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run an op and give its argument errors their Python type.
 
     C++ raises ``ValueError`` by itself; a ``TypeError`` or ``NotImplementedError`` of an op arrives as
     ``RuntimeError`` with the op's text.
     """
     if torch.compiler.is_compiling():
-        return op(*args)
+        return op(*args, **kwargs)
     try:
-        return op(*args)
+        return op(*args, **kwargs)
     except RuntimeError as error:
         text = str(error).split("\n", 1)[0]
         if not text.startswith(f"{NAMESPACE}."):

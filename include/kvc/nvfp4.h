@@ -185,9 +185,9 @@ struct Element<DType::kFloat8E4M3> {
 
 namespace nvfp4 {
 
-constexpr int kGroupSize = 16;            // elements that share one block scale
-constexpr int kGroupBytes = 8;            // packed E2M1 bytes of a group
-constexpr uint8_t kNaNScale = 0x7F;       // marks a group that held NaN or infinity
+constexpr int kGroupSize = 16;       // elements that share one block scale
+constexpr int kGroupBytes = 8;       // packed E2M1 bytes of a group
+constexpr uint8_t kNaNScale = 0x7F;  // marks a group that held NaN or infinity
 constexpr uint32_t kInfinityBits = 0x7F800000u;
 
 // The second-level scale, applied on decode, and its correctly rounded reciprocal.
@@ -199,9 +199,9 @@ struct GlobalScale {
 KVC_HOST_DEVICE GlobalScale global_scale(float decode) { return {decode, div_rn(1.0f, decode)}; }
 
 struct BlockScale {
-  uint32_t code;   // E4M3 byte
-  float decode;    // d = s * G
-  float encode;    // r = 1 / d, or 0 when the scale is 0
+  uint32_t code;  // E4M3 byte
+  float decode;   // d = s * G
+  float encode;   // r = 1 / d, or 0 when the scale is 0
 };
 
 // `amax` is finite.
@@ -217,8 +217,8 @@ KVC_HOST_DEVICE BlockScale block_scale(float amax, GlobalScale global) {
 // 2y, y + 2 and y/2 + 4 continue the three linear pieces of "value -> code", which is concave, so their minimum is the
 // exact real-valued code and one rounding to an integer finishes: no branch, no table.
 KVC_HOST_DEVICE uint32_t e2m1_code(float y) {
-  const float code = min_magnitude(min_magnitude(add_rn(y, y), add_rn(y, 2.0f)),
-                                   min_magnitude(add_rn(mul_rn(y, 0.5f), 4.0f), 7.0f));
+  const float code =
+      min_magnitude(min_magnitude(add_rn(y, y), add_rn(y, 2.0f)), min_magnitude(add_rn(mul_rn(y, 0.5f), 4.0f), 7.0f));
   return float_to_bits(add_rn(code, 8388608.0f)) & 7u;
 }
 
@@ -240,12 +240,14 @@ KVC_HOST_DEVICE float e2m1_value(uint32_t nibble) {
   return bits_to_float(float_to_bits(value) | ((nibble & 8u) << 28));
 }
 
-KVC_HOST_DEVICE float decode_scale(uint32_t code) { return Element<DType::kFloat8E4M3>::to_float(static_cast<uint8_t>(code)); }
+KVC_HOST_DEVICE float decode_scale(uint32_t code) {
+  return Element<DType::kFloat8E4M3>::to_float(static_cast<uint8_t>(code));
+}
 
 KVC_HOST_DEVICE bool is_nan_scale(uint32_t code) { return (code & 0x7Fu) == 0x7Fu; }
 
 struct Group {
-  uint64_t data;    // element i in bits 4i .. 4i+3
+  uint64_t data;  // element i in bits 4i .. 4i+3
   uint32_t scale;
 };
 
@@ -282,11 +284,13 @@ KVC_HOST_DEVICE Group encode_finite(const float (&x)[kGroupSize], const BlockSca
   return {scale.code != 0 ? data : 0, scale.code};
 }
 
-// Largest magnitude of a group as fp32 bits; NaN and infinity compare above every finite value.
-KVC_HOST_DEVICE uint32_t amax_bits(const float (&x)[kGroupSize]) {
+// Largest magnitude of a group of sixteen as fp32 bits; NaN and infinity compare above every finite value.
+KVC_HOST_DEVICE uint32_t amax_bits(const float* x) {
   uint32_t amax = 0;
 #if defined(__CUDA_ARCH__)
 #pragma unroll
+#elif defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
+#pragma GCC unroll 1  // unrolled, it would not be vectorised
 #endif
   for (int i = 0; i < kGroupSize; ++i) {
     const uint32_t magnitude = float_to_bits(x[i]) & 0x7FFFFFFFu;

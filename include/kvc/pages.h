@@ -54,19 +54,21 @@ inline std::string check(const BufferSpec& b) {
     if (b.nbytes / 16 >= kMaxGroups) return text("nbytes below 2^35", b.nbytes);
     return {};
   }
-  if (b.transform != Transform::kNvfp4) return text("transform 0 (nvfp4) or 1 (copy)", static_cast<int64_t>(b.transform));
+  if (b.transform != Transform::kNvfp4)
+    return text("transform 0 (nvfp4) or 1 (copy)", static_cast<int64_t>(b.transform));
   if (static_cast<int>(b.dtype) > 3) return text("a dtype code in [0, 3]", static_cast<int64_t>(b.dtype));
   const int64_t q_end = b.quantized_start + b.quantized_elements;
   if (outside(b.rows, 1, kMaxExtent)) return text("rows in [1, 2^46]", b.rows);
   if (outside(b.row_elements, 16, kMaxGroups)) return text("row_elements in [16, 2^31]", b.row_elements);
-  for (const int64_t v : {b.row_elements, b.quantized_start, b.quantized_elements, b.residual_start, b.residual_elements})
+  for (const int64_t v :
+       {b.row_elements, b.quantized_start, b.quantized_elements, b.residual_start, b.residual_elements})
     if (v % nvfp4::kGroupSize != 0) return text("multiples of 16 for row_elements and ranges", v);
   if (outside(b.quantized_start, 0, b.row_elements) || outside(b.quantized_elements, 16, b.row_elements) ||
       q_end > b.row_elements)
     return text("a quantized range that covers part of the row and lies inside it", b.quantized_elements);
   if (outside(b.residual_elements, 0, b.quantized_elements) ||
-      (b.residual_elements > 0 && (outside(b.residual_start, b.quantized_start, q_end) ||
-                                   b.residual_start + b.residual_elements > q_end)))
+      (b.residual_elements > 0 &&
+       (outside(b.residual_start, b.quantized_start, q_end) || b.residual_start + b.residual_elements > q_end)))
     return text("a residual range inside the quantized range", b.residual_elements);
   if (b.rows > kMaxGroups / (b.row_elements / 4)) return text("fewer than 2^31 groups a buffer", b.rows);
   if (b.offset % 16 != 0) return text("an offset that is a multiple of 16", b.offset);
@@ -77,10 +79,10 @@ inline std::string check(const BufferSpec& b) {
 
 // Byte positions of one buffer inside the cold page.
 struct ColdPlacement {
-  int64_t data = 0;       // packed E2M1, or the copied bytes
+  int64_t data = 0;  // packed E2M1, or the copied bytes
   int64_t scales = 0;
   int64_t lossless = 0;
-  int64_t padding = 0;    // first padding byte of the layer; set on the layer's last buffer only
+  int64_t padding = 0;  // first padding byte of the layer; set on the layer's last buffer only
   int padding_bytes = 0;
 };
 
@@ -133,40 +135,40 @@ struct FastDivisor {
 };
 
 enum class SegmentKind : uint8_t {
-  kQuantize,    // groups of 16 elements <-> packed data and scales
-  kRows,        // the lossless parts of rows, in chunks of 16 bytes <-> contiguous bytes
-  kBytes,       // contiguous bytes on both sides, any alignment
+  kQuantize,  // groups of 16 elements <-> packed data and scales
+  kRows,      // the lossless parts of rows, in chunks of 16 bytes <-> contiguous bytes
+  kBytes,     // contiguous bytes on both sides, any alignment
 };
 
 // How much of a segment one warp (or one step of a CPU thread) handles at a time.
 struct TileLimits {
   uint32_t hot_bytes = 4096;
-  uint32_t slots = 256;         // output slots; a residual group takes two
+  uint32_t slots = 256;  // output slots; a residual group takes two
   uint32_t copied_bytes = 4096;
 };
 
 // A homogeneous run of work inside one page. Strides are between consecutive page slots.
 struct alignas(16) Segment {
-  uint8_t* hot = nullptr;          // first byte of row 0 (kQuantize: of its quantized range)
+  uint8_t* hot = nullptr;  // first byte of row 0 (kQuantize: of its quantized range)
   int64_t hot_stride = 0;
-  uint8_t* data = nullptr;         // packed data, or the copied bytes
+  uint8_t* data = nullptr;  // packed data, or the copied bytes
   int64_t data_stride = 0;
   uint8_t* scales = nullptr;
   int64_t scales_stride = 0;
-  int64_t row_pitch = 0;           // bytes between hot rows
-  uint32_t units = 0;              // groups (kQuantize), 16-byte chunks (kRows) or bytes / 16 rounded up (kBytes)
+  int64_t row_pitch = 0;  // bytes between hot rows
+  uint32_t units = 0;     // groups (kQuantize), 16-byte chunks (kRows) or bytes / 16 rounded up (kBytes)
   uint32_t units_per_tile = 0;
-  uint32_t first_tile = 0;         // tiles of a page are numbered through all its segments
+  uint32_t first_tile = 0;  // tiles of a page are numbered through all its segments
   FastDivisor units_per_row;
-  uint32_t residual_first = 0;     // groups of the row, relative to the quantized range
+  uint32_t residual_first = 0;  // groups of the row, relative to the quantized range
   uint32_t residual_groups = 0;
-  FastDivisor residual_per_row;    // the same number, to divide by
-  FastDivisor plain_per_row;       // groups of one component
-  uint32_t before_units = 0;       // kRows: 16-byte chunks in front of the quantized range
-  uint32_t gap_bytes = 0;          // kRows: bytes of the quantized range
+  FastDivisor residual_per_row;  // the same number, to divide by
+  FastDivisor plain_per_row;     // groups of one component
+  uint32_t before_units = 0;     // kRows: 16-byte chunks in front of the quantized range
+  uint32_t gap_bytes = 0;        // kRows: bytes of the quantized range
   nvfp4::GlobalScale global{1.0f, 1.0f};
-  int64_t nbytes = 0;              // kBytes
-  uint8_t* padding = nullptr;      // zeroed on encode, with data_stride
+  int64_t nbytes = 0;          // kBytes
+  uint8_t* padding = nullptr;  // zeroed on encode, with data_stride
   uint8_t padding_bytes = 0;
   SegmentKind kind = SegmentKind::kQuantize;
   DType dtype = DType::kBFloat16;

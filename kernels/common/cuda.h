@@ -45,10 +45,13 @@ inline const DeviceFacts& device_facts(const Context& ctx, int device, const voi
   DeviceFacts& facts = known[device];
   if (facts.multiprocessors == 0) {
     DeviceFacts read;
-    cuda_check(cudaDeviceGetAttribute(&read.major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
-    cuda_check(cudaDeviceGetAttribute(&read.minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
+    cuda_check(cudaDeviceGetAttribute(&read.major, cudaDevAttrComputeCapabilityMajor, device),
+               "cudaDeviceGetAttribute");
+    cuda_check(cudaDeviceGetAttribute(&read.minor, cudaDevAttrComputeCapabilityMinor, device),
+               "cudaDeviceGetAttribute");
     int multiprocessors = 0;
-    cuda_check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+    cuda_check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+               "cudaDeviceGetAttribute");
     cudaFuncAttributes attributes;
     read.supported = cudaFuncGetAttributes(&attributes, probe) == cudaSuccess;
     if (!read.supported) (void)cudaGetLastError();

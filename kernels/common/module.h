@@ -17,10 +17,10 @@ inline PyObject* set_debug(PyObject*, PyObject* enabled) {
 
 }  // namespace kvc
 
-#define KVC_PYTHON_MODULE(name, doc, ...)                                                                     \
-  PyMODINIT_FUNC PyInit_##name() {                                                                            \
-    static PyMethodDef methods[] = {                                                                          \
-        {"set_debug", kvc::set_debug, METH_O, "Check device values, synchronising."}, __VA_ARGS__{nullptr}};  \
-    static PyModuleDef module = {PyModuleDef_HEAD_INIT, #name, doc, -1, methods};                              \
-    return PyModule_Create(&module);                                                                          \
+#define KVC_PYTHON_MODULE(name, doc, ...)                                                                         \
+  PyMODINIT_FUNC PyInit_##name() {                                                                                \
+    static PyMethodDef methods[] = {{"set_debug", kvc::set_debug, METH_O, "Check device values, synchronising."}, \
+                                    __VA_ARGS__{nullptr}};                                                        \
+    static PyModuleDef module = {PyModuleDef_HEAD_INIT, #name, doc, -1, methods};                                 \
+    return PyModule_Create(&module);                                                                              \
   }

@@ -13,4 +13,5 @@ PyObject* built_architectures(PyObject*, PyObject*) {
 }  // namespace
 
 KVC_PYTHON_MODULE(_C_cuda, "kvc: CUDA implementations of torch.ops.kvc.*",
-                  {"built_architectures", built_architectures, METH_NOARGS, "Architectures compiled into this library."}, )
+                  {"built_architectures", built_architectures, METH_NOARGS,
+                   "Architectures compiled into this library."}, )

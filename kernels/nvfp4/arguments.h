@@ -49,7 +49,8 @@ inline std::vector<BufferSpec> read_table(const Context& ctx, const Tensor& tabl
   ctx.dtype(scales, ScalarType::Float, "scales");
   ctx.shape(table.dim() == 2 && table.size(1) == kTableColumns && table.size(0) > 0 && table.size(0) < kMaxBuffers,
             "table", "PageLayout.table, int64 [buffers, 12]", table);
-  ctx.shape(scales.dim() == 1 && scales.size(0) == table.size(0), "scales", "PageLayout.scales, float32 [buffers]", scales);
+  ctx.shape(scales.dim() == 1 && scales.size(0) == table.size(0), "scales", "PageLayout.scales, float32 [buffers]",
+            scales);
   const auto* values = static_cast<const int64_t*>(table.data_ptr());
   const auto* global = static_cast<const float*>(scales.data_ptr());
   const int64_t row_stride = table.stride(0), column_stride = table.stride(1), scale_stride = scales.stride(0);
@@ -190,11 +191,12 @@ struct Layout {
 inline const Layout& read_layout(const Context& ctx, const Tensor& table, const Tensor& scales) {
   static thread_local Layout last;
   const auto matches = [](const Tensor& tensor, const auto& known) {
-    return !known.empty() && tensor.is_cpu() && tensor.is_contiguous() && tensor.numel() == static_cast<int64_t>(known.size()) &&
+    return !known.empty() && tensor.is_cpu() && tensor.is_contiguous() &&
+           tensor.numel() == static_cast<int64_t>(known.size()) &&
            std::memcmp(tensor.data_ptr(), known.data(), known.size() * sizeof(known[0])) == 0;
   };
-  if (table.dim() == 2 && table.scalar_type() == ScalarType::Long && scales.dim() == 1 && scales.scalar_type() == ScalarType::Float &&
-      matches(table, last.table) && matches(scales, last.scales))
+  if (table.dim() == 2 && table.scalar_type() == ScalarType::Long && scales.dim() == 1 &&
+      scales.scalar_type() == ScalarType::Float && matches(table, last.table) && matches(scales, last.scales))
     return last;
   Layout layout;
   layout.buffers = read_table(ctx, table, scales);
@@ -203,10 +205,12 @@ inline const Layout& read_layout(const Context& ctx, const Tensor& table, const 
   int64_t chunks = 0;
   for (size_t i = 0; i < layout.buffers.size(); ++i) {
     const BufferSpec& b = layout.buffers[i];
-    if ((chunks += b.hot_bytes() / 16) >= kMaxGroups) ctx.value_error("table", "a hot page below 2^35 bytes", chunks * 16);
+    if ((chunks += b.hot_bytes() / 16) >= kMaxGroups)
+      ctx.value_error("table", "a hot page below 2^35 bytes", chunks * 16);
     const ColdPlacement& p = placements[i];
     const auto offset = [](int64_t bytes) { return reinterpret_cast<uint8_t*>(bytes); };
-    append_segments(b, offset(b.offset), 0, b.row_bytes(), {offset(p.data), 0, offset(p.scales), 0, offset(p.lossless), 0}, &layout.segments);
+    append_segments(b, offset(b.offset), 0, b.row_bytes(),
+                    {offset(p.data), 0, offset(p.scales), 0, offset(p.lossless), 0}, &layout.segments);
     layout.segments.back().padding = offset(p.padding);
     layout.segments.back().padding_bytes = static_cast<uint8_t>(p.padding_bytes);
     layout.segment_pools.resize(layout.segments.size(), b.pool);
@@ -225,10 +229,12 @@ inline const Layout& read_layout(const Context& ctx, const Tensor& table, const 
 inline void check_pool(const Context& ctx, const BufferSpec& b, const Pool& pool) {
   const auto argument = [&] { return "pools[" + std::to_string(b.pool) + "]"; };
   if (pool.slots > 0 && b.offset + b.hot_bytes() > pool.slot_bytes)
-    ctx.value_error(argument(), "at least " + std::to_string(b.offset + b.hot_bytes()) + " bytes a slot", pool.slot_bytes);
+    ctx.value_error(argument(), "at least " + std::to_string(b.offset + b.hot_bytes()) + " bytes a slot",
+                    pool.slot_bytes);
   if (b.transform != Transform::kNvfp4) return;
   if (is_float(pool.dtype) && pool.dtype != scalar_type(b.dtype))
-    ctx.type_error(argument(), Context::name(scalar_type(b.dtype)) + ", its buffer's dtype, or an integer dtype", Context::name(pool.dtype));
+    ctx.type_error(argument(), Context::name(scalar_type(b.dtype)) + ", its buffer's dtype, or an integer dtype",
+                   Context::name(pool.dtype));
   if (reinterpret_cast<uintptr_t>(pool.base) % 16 != 0)
     ctx.value_error(argument(), "16-byte aligned", "address " + std::to_string(reinterpret_cast<uintptr_t>(pool.base)));
   if (pool.slots > 1 && pool.slot_stride % 16 != 0)
@@ -237,7 +243,8 @@ inline void check_pool(const Context& ctx, const BufferSpec& b, const Pool& pool
 
 // Checks everything but what depends on where `cold` lives; `cold_base` is its address as the pools' device sees it.
 inline PageWork read_pages(const Context& ctx, const Tensor& cold, uint8_t* cold_base, const std::vector<Tensor>& pools,
-                           const Tensor& pairs, const Tensor& table, const Tensor& scales, int64_t max_ctas, bool encode) {
+                           const Tensor& pairs, const Tensor& table, const Tensor& scales, int64_t max_ctas,
+                           bool encode) {
   if (max_ctas < 0) ctx.value_error("max_ctas", ">= 0", max_ctas);
   ctx.dtype(cold, ScalarType::Byte, "cold");
   ctx.shape(cold.dim() == 2 && (cold.size(1) <= 1 || cold.stride(1) == 1), "cold",
@@ -261,7 +268,8 @@ inline PageWork read_pages(const Context& ctx, const Tensor& cold, uint8_t* cold
   for (size_t i = 0; i < layout.buffers.size(); ++i) {
     const BufferSpec& b = layout.buffers[i];
     if (b.pool >= static_cast<int64_t>(hot.size()))
-      ctx.value_error("table (buffer " + std::to_string(i) + ")", "a pool index below " + std::to_string(hot.size()), b.pool);
+      ctx.value_error("table (buffer " + std::to_string(i) + ")", "a pool index below " + std::to_string(hot.size()),
+                      b.pool);
     const Pool& pool = hot[static_cast<size_t>(b.pool)];
     check_pool(ctx, b, pool);
     work.hot_slots = std::min(work.hot_slots, pool.slots);
@@ -298,8 +306,7 @@ inline bool collapse_rows(const Tensor& x, Rows* rows) {
     if (x.size(i) == 1) continue;
     if (!dims.empty() && dims.back().second == x.stride(i) * x.size(i))
       dims.back() = {dims.back().first * x.size(i), x.stride(i)};
-    else
-      dims.emplace_back(x.size(i), x.stride(i));
+    else dims.emplace_back(x.size(i), x.stride(i));
   }
   if (dims.size() > 2) return false;
   if (!dims.empty()) std::tie(rows->inner, rows->inner_stride) = dims.back();
@@ -353,11 +360,12 @@ inline std::vector<int64_t> with_last(const Tensor& like, int64_t last) {
 }
 
 // The single "page" of a row op: outer runs are its slots.
-inline PageWork row_work(const Context& ctx, BufferSpec b, const Rows& rows, uint8_t* hot, uint8_t* data, uint8_t* scales,
-                         uint8_t* lossless) {
+inline PageWork row_work(const Context& ctx, BufferSpec b, const Rows& rows, uint8_t* hot, uint8_t* data,
+                         uint8_t* scales, uint8_t* lossless) {
   const int64_t item = itemsize(b.dtype);
   b.rows = rows.inner;
-  if (b.rows > kMaxGroups / (b.row_elements / 4)) ctx.value_error("x", "fewer than 2^31 groups", b.rows * (b.row_elements / 16));
+  if (b.rows > kMaxGroups / (b.row_elements / 4))
+    ctx.value_error("x", "fewer than 2^31 groups", b.rows * (b.row_elements / 16));
   PageWork work;
   append_segments(b, hot, rows.outer_stride * item, rows.inner_stride * item,
                   {data, b.data_bytes(), scales, b.scale_bytes(), lossless, b.lossless_bytes()}, &work.segments);
@@ -415,7 +423,8 @@ Tensor dequantize_rows(const Context& ctx, const Tensor& data, const Tensor& sca
     bool same = parts[i]->dim() == data.dim() && data.dim() >= 1;
     for (int64_t d = 0; same && d + 1 < data.dim(); ++d) same = parts[i]->size(d) == data.size(d);
     ctx.shape(same, names[i], "at least 1-D with the leading dimensions of data", *parts[i]);
-    ctx.shape(parts[i]->size(-1) <= 1 || parts[i]->stride(-1) == 1, names[i], "contiguous in its last dimension", *parts[i]);
+    ctx.shape(parts[i]->size(-1) <= 1 || parts[i]->stride(-1) == 1, names[i], "contiguous in its last dimension",
+              *parts[i]);
   }
   ctx.shape(data.size(-1) % kGroupBytes == 0 && data.size(-1) > 0, "data", "[..., (Q + P) / 2]", data);
   ctx.shape(scales.size(-1) * kGroupBytes == data.size(-1), "scales", "[..., (Q + P) / 16]", scales);
@@ -431,7 +440,8 @@ Tensor dequantize_rows(const Context& ctx, const Tensor& data, const Tensor& sca
   b.global_scale = checked_global_scale(ctx, global_scale);
   Tensor out = torch::stable::new_empty(data, with_last(data, b.row_elements), dtype);
   if (out.numel() == 0) return out;
-  const Tensor cold[3] = {torch::stable::contiguous(data), torch::stable::contiguous(scales), torch::stable::contiguous(lossless)};
+  const Tensor cold[3] = {torch::stable::contiguous(data), torch::stable::contiguous(scales),
+                          torch::stable::contiguous(lossless)};
   const auto bytes = [](const Tensor& t) { return static_cast<uint8_t*>(t.data_ptr()); };
   Rows rows;
   collapse_rows(out, &rows);

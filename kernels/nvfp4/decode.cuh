@@ -1,7 +1,7 @@
 // Packed data and scales to hot rows.
 //
-// Cold bytes come through registers, a tile ahead of the arithmetic, because asynchronous copies read host memory at four
-// fifths of the speed; from shared memory each lane takes what makes 16 bytes of a hot row.
+// Cold bytes come through registers, a tile ahead of the arithmetic, because asynchronous copies read host memory at
+// four fifths of the speed; from shared memory each lane takes what makes 16 bytes of a hot row.
 #pragma once
 
 #include "nvfp4/tile.cuh"
@@ -51,7 +51,8 @@ struct Carried {
     if (lane < scale_count) reinterpret_cast<uint4*>(shared + kStagedData)[lane] = scales;
     // What was not carried: all of an unaligned run, or the few bytes behind the last whole chunk.
     fetch_run(shared + 16 * count, runs.data + 16 * count, runs.data_bytes - 16 * count, lane);
-    fetch_run(shared + kStagedData + 16 * scale_count, runs.scales + 16 * scale_count, runs.scale_bytes - 16 * scale_count, lane);
+    fetch_run(shared + kStagedData + 16 * scale_count, runs.scales + 16 * scale_count,
+              runs.scale_bytes - 16 * scale_count, lane);
   }
 };
 
@@ -79,7 +80,9 @@ __device__ __forceinline__ void decode_tile(const Tile& tile, const uint8_t* dat
   const float global = s.global.decode;
   const HotTile hot(s, tile.at().hot, e.first);
   const uint32_t groups = e.end - e.first;
-  const auto to = [&](uint32_t c) { return reinterpret_cast<uint4*>(hot.linear ? hot.base + c * 16 : hot.scattered(c)); };
+  const auto to = [&](uint32_t c) {
+    return reinterpret_cast<uint4*>(hot.linear ? hot.base + c * 16 : hot.scattered(c));
+  };
   // All reads of a step before its first write: the compiler cannot know that they do not overlap.
   const auto plain_chunks = [&](uint32_t count, auto&& place, auto&& store) {
 #pragma unroll 1
@@ -100,16 +103,20 @@ __device__ __forceinline__ void decode_tile(const Tile& tile, const uint8_t* dat
     }
   };
   const auto in_order = [](uint32_t i) { return TileGroup{i, i}; };
-  const auto any = [&](uint32_t c, uint64_t nibbles, uint32_t code) { *to(c) = decode_chunk<kType>(nibbles, code, global == 1.0f, global); };
+  const auto any = [&](uint32_t c, uint64_t nibbles, uint32_t code) {
+    *to(c) = decode_chunk<kType>(nibbles, code, global == 1.0f, global);
+  };
   const auto put_residual = [&](TileGroup at, uint32_t part) {
-    *to(at.group * kParts + part) = decode_residual_chunk<kType>(load_nibbles<kType>(data, at.slot, part), scales[at.slot],
-                                                                 load_nibbles<kType>(data, at.slot + 1, part), scales[at.slot + 1], global);
+    *to(at.group * kParts + part) =
+        decode_residual_chunk<kType>(load_nibbles<kType>(data, at.slot, part), scales[at.slot],
+                                     load_nibbles<kType>(data, at.slot + 1, part), scales[at.slot + 1], global);
   };
   if (s.residual_groups == 0) {
     if (hot.linear && global == 1.0f) {
       uint4* out = reinterpret_cast<uint4*>(hot.base);
-      plain_chunks(groups * kParts, in_order,
-                   [&](uint32_t c, uint64_t nibbles, uint32_t code) { out[c] = decode_chunk<kType>(nibbles, code, true, 1.0f); });
+      plain_chunks(groups * kParts, in_order, [&](uint32_t c, uint64_t nibbles, uint32_t code) {
+        out[c] = decode_chunk<kType>(nibbles, code, true, 1.0f);
+      });
     } else {
       plain_chunks(groups * kParts, in_order, any);
     }

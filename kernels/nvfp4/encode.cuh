@@ -1,8 +1,8 @@
 // Hot rows to packed data and scales.
 //
-// Hot bytes come by asynchronous copies, a tile ahead of the arithmetic. Towards device memory, 8 data bytes and 1 scale
-// byte a lane fill whole sectors of L2; towards host memory they are put together in shared memory first, so that PCIe
-// sees 16-byte stores to contiguous runs and never single scale bytes.
+// Hot bytes come by asynchronous copies, a tile ahead of the arithmetic. Towards device memory, 8 data bytes and 1
+// scale byte a lane fill whole sectors of L2; towards host memory they are put together in shared memory first, so that
+// PCIe sees 16-byte stores to contiguous runs and never single scale bytes.
 #pragma once
 
 #include "nvfp4/tile.cuh"
@@ -99,7 +99,8 @@ __device__ __forceinline__ void fetch_hot(const Tile& tile, uint8_t* input, uint
   const Extent e = extent(s, tile.index);
   const HotTile hot(s, tile.at().hot, e.first);
   if (hot.linear) {
-    const uint32_t bytes = s.kind == SegmentKind::kBytes ? copied_bytes(s, e) : (e.end - e.first) << (4 + hot.log_chunks);
+    const uint32_t bytes =
+        s.kind == SegmentKind::kBytes ? copied_bytes(s, e) : (e.end - e.first) << (4 + hot.log_chunks);
     fetch_run(input, hot.base, bytes, lane);
   } else {
     const uint32_t chunks = (e.end - e.first) << hot.log_chunks;
@@ -116,8 +117,8 @@ __device__ __forceinline__ void put_group(uint8_t* data, uint8_t* scales, uint32
 
 // Groups whose slots follow each other: three pointers to carry along and nothing else.
 template <int kAtOnce, typename Encode>
-__device__ __forceinline__ void encode_in_order(const uint8_t* from, uint8_t* data, uint8_t* scales, uint32_t groups, uint32_t lane,
-                                                uint32_t group_bytes, Encode&& encode) {
+__device__ __forceinline__ void encode_in_order(const uint8_t* from, uint8_t* data, uint8_t* scales, uint32_t groups,
+                                                uint32_t lane, uint32_t group_bytes, Encode&& encode) {
   constexpr int kStep = kAtOnce * static_cast<int>(kWarp);
   from += lane * group_bytes;
   data += lane * kGroupBytes;
@@ -161,9 +162,11 @@ __device__ __forceinline__ void encode_tile(const Tile& tile, const uint8_t* inp
   };
   if (s.residual_groups == 0) {
     if (unit)
-      encode_in_order<kAtOnce>(input, data, scales, groups, lane, Hot::kBytes, [](const uint8_t* from) { return Hot::encode_unit(Hot::load_raw(from)); });
+      encode_in_order<kAtOnce>(input, data, scales, groups, lane, Hot::kBytes,
+                               [](const uint8_t* from) { return Hot::encode_unit(Hot::load_raw(from)); });
     else
-      encode_in_order<1>(input, data, scales, groups, lane, Hot::kBytes, [&](const uint8_t* from) { return Hot::encode_any(from, global); });
+      encode_in_order<1>(input, data, scales, groups, lane, Hot::kBytes,
+                         [&](const uint8_t* from) { return Hot::encode_any(from, global); });
   } else if (has_whole_rows(s)) {
     // Residual groups are a few of each row: counted off together, so that no lane idles beside them.
     const uint32_t residual = s.units_per_row.divide(groups) * s.residual_groups;

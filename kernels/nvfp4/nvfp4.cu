@@ -3,7 +3,8 @@
 // Warps are independent. The tiles of all pages are numbered through, and each warp walks one contiguous range of
 // them, fetching ahead of itself. What the kernel must know (segments and page pairs) travels
 // in the kernel's parameters; if that is too much, small kernels first carry it to a scratch tensor, in their
-// parameters, so that nothing is copied from host memory behind the caller's back and a captured graph keeps its values.
+// parameters, so that nothing is copied from host memory behind the caller's back and a captured graph keeps its
+// values.
 
 #include <tuple>
 
@@ -34,19 +35,18 @@ constexpr TileLimits kDecodeLimits{1 << 20, kStagedSlots, kStagedData};  // boun
 
 // Where a warp stands in its block's share. In shared memory, since registers are what limits the number of warps.
 struct Walk {
-  int64_t first, end;          // of the tiles of all pages: the warp's first, and where the block's share ends
-  int64_t turn;                // how many of the warp's tiles are behind it
+  int64_t first, end;  // of the tiles of all pages: the warp's first, and where the block's share ends
+  int64_t turn;        // how many of the warp's tiles are behind it
   int64_t page_begin;
   int64_t hot_slot, cold_slot;
   uint32_t segment_end;
-  uint32_t count;              // visits so far
-  Visit visits[2];             // the last two: at most two tiles are under way
+  uint32_t count;   // visits so far
+  Visit visits[2];  // the last two: at most two tiles are under way
 };
 
 // Shared memory of a warp.
 template <Direction kDirection>
 struct WarpMemory;
-
 
 template <>
 struct WarpMemory<Direction::kEncode> {
@@ -76,16 +76,16 @@ struct Metadata {
 };
 
 struct Header {
-  Metadata metadata;        // used when `inlined` is false
+  Metadata metadata;  // used when `inlined` is false
   bool inlined;
   bool inlined_pairs;
-  uint32_t starts_at;       // byte positions in the inlined block
+  uint32_t starts_at;  // byte positions in the inlined block
   uint32_t pairs_at;
   int64_t pair_stride[2];
   int64_t total_tiles;
   uint32_t tiles_per_page;
   uint32_t num_segments;
-  uint32_t log_run;         // of the tiles a warp takes in a row before the others of its block have their turn
+  uint32_t log_run;  // of the tiles a warp takes in a row before the others of its block have their turn
   int64_t hot_slots;
   int64_t cold_slots;
 };
@@ -96,8 +96,8 @@ struct Inline {
 };
 
 // Walks a warp's tiles and describes each. The warps of a block take turns: short ones in device memory,
-// so that the block as a whole moves through memory in one place; long ones towards host memory, where a block has so few
-// warps that looking up where the next tile belongs would show.
+// so that the block as a whole moves through memory in one place; long ones towards host memory, where a block has so
+// few warps that looking up where the next tile belongs would show.
 template <bool kEncode>
 struct Cursor {
   const Header& h;
@@ -166,7 +166,8 @@ struct Cursor {
       __syncwarp();
       const Segment& s = visit.segment;
       if (lane == 0) {
-        visit.at = {s.hot + hot_slot * s.hot_stride, s.data + cold_slot * s.data_stride, s.scales + cold_slot * s.scales_stride};
+        visit.at = {s.hot + hot_slot * s.hot_stride, s.data + cold_slot * s.data_stride,
+                    s.scales + cold_slot * s.scales_stride};
         walk.page_begin = page_begin;
         walk.hot_slot = hot_slot;
         walk.cold_slot = cold_slot;
@@ -218,7 +219,8 @@ __device__ __forceinline__ void encode_all(Cursor<true>& cursor, WarpMemory<kDir
       copy_tile<true>(tile, memory.input[i], lane);
     } else {
       with_type(tile.segment().dtype, [&](auto type) {
-        encode_tile<decltype(type)::value, kDirection == Direction::kEncodeStaged>(tile, memory.input[i], memory.output, lane);
+        encode_tile<decltype(type)::value, kDirection == Direction::kEncodeStaged>(tile, memory.input[i], memory.output,
+                                                                                   lane);
       });
     }
     __syncwarp();
@@ -229,7 +231,8 @@ __device__ __forceinline__ void encode_all(Cursor<true>& cursor, WarpMemory<kDir
 }
 
 // While one tile is decoded, the cold bytes of the next are on their way to registers.
-__device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Direction::kDecode>& memory, uint32_t lane) {
+__device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Direction::kDecode>& memory,
+                                           uint32_t lane) {
   Carried next;
   Tile tile, following;
   bool more = cursor.next(following);
@@ -242,8 +245,7 @@ __device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Dir
     tile = following;
     more = cursor.next(following);
     if (more) next.load(ColdRuns(following), lane);
-    if (tile.segment().kind != SegmentKind::kQuantize)
-      copy_tile<false>(tile, memory.input, lane);
+    if (tile.segment().kind != SegmentKind::kQuantize) copy_tile<false>(tile, memory.input, lane);
     else
       with_type(tile.segment().dtype, [&](auto type) { decode_tile<decltype(type)::value>(tile, memory.input, lane); });
     __syncwarp();
@@ -289,17 +291,20 @@ void launch(const Header& h, const Inline<kBytes>& inlined, Grid grid, const Dev
   static bool allowed[kMaxDevices] = {};
   if (!allowed[scope.device]) {
     constexpr int kMost = sizeof(WarpMemory<kDirection>) * kWarpsPerHostBlock;
-    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMost), "cudaFuncSetAttribute");
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMost),
+               "cudaFuncSetAttribute");
     allowed[scope.device] = true;
   }
-  kernel<<<static_cast<unsigned>(grid.blocks), grid.warps * kWarp, sizeof(WarpMemory<kDirection>) * grid.warps, scope.stream>>>(h, inlined);
+  kernel<<<static_cast<unsigned>(grid.blocks), grid.warps * kWarp, sizeof(WarpMemory<kDirection>) * grid.warps,
+           scope.stream>>>(h, inlined);
   cuda_check(cudaGetLastError(), "move_pages_kernel");
 }
 
 // `anchor` is any tensor of the device, for the allocator; `host_pairs` says where work.pairs lies. `max_ctas` of 0
 // leaves the grid to us.
 template <Direction kDirection>
-void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int multiprocessors, const Tensor& anchor, const DeviceScope& scope) {
+void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int multiprocessors, const Tensor& anchor,
+         const DeviceScope& scope) {
   Header h{};
   TileLimits limits = kDirection == Direction::kDecode ? kDecodeLimits : kEncodeLimits;
   Grid grid{max_ctas > 0 ? max_ctas : kHostBlocks, kWarpsPerHostBlock};
@@ -377,13 +382,14 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
 // Whether a lane may store a group's eight bytes at once.
 bool has_aligned_data(const PageWork& work) {
   return std::all_of(work.segments.begin(), work.segments.end(), [&](const Segment& s) {
-    return s.kind != SegmentKind::kQuantize ||
-           (reinterpret_cast<uintptr_t>(s.data) % kGroupBytes == 0 && (work.pages == 1 || s.data_stride % kGroupBytes == 0));
+    return s.kind != SegmentKind::kQuantize || (reinterpret_cast<uintptr_t>(s.data) % kGroupBytes == 0 &&
+                                                (work.pages == 1 || s.data_stride % kGroupBytes == 0));
   });
 }
 
 template <bool kEncode>
-void run(const Context& ctx, PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, const Tensor& anchor, const DeviceScope& scope) {
+void run(const Context& ctx, PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, const Tensor& anchor,
+         const DeviceScope& scope) {
   if (work.pages == 0) return;
   const auto* probe = reinterpret_cast<const void*>(move_pages_kernel<Direction::kDecode, kSmallInline>);
   const int multiprocessors = device_facts(ctx, scope.device, probe).multiprocessors;
@@ -401,8 +407,9 @@ std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize(Tensor x, double global_scale,
                                                   int64_t residual_elements) {
   const Context ctx{"nvfp4_quantize"};
   const DeviceScope scope(x);
-  const Quantized q = quantize_rows(ctx, x, global_scale, quantized_range_start, quantized_range_elements, residual_start,
-                                    residual_elements, 16, [&](PageWork work) { run<true>(ctx, std::move(work), false, false, 0, x, scope); });
+  const Quantized q = quantize_rows(ctx, x, global_scale, quantized_range_start, quantized_range_elements,
+                                    residual_start, residual_elements, 16,
+                                    [&](PageWork work) { run<true>(ctx, std::move(work), false, false, 0, x, scope); });
   return {q.data, q.scales, q.lossless};
 }
 
@@ -410,9 +417,14 @@ Tensor nvfp4_dequantize(Tensor data, Tensor scales, Tensor lossless, ScalarType 
                         int64_t quantized_range_start, int64_t residual_start, int64_t residual_elements) {
   const Context ctx{"nvfp4_dequantize"};
   for (const Tensor* t : {&data, &scales, &lossless})
-    if (!t->is_cuda()) ctx.type_error(t == &data ? "data" : t == &scales ? "scales" : "lossless", "a CUDA tensor", Context::describe_device(*t));
+    if (!t->is_cuda())
+      ctx.type_error(t == &data     ? "data"
+                     : t == &scales ? "scales"
+                                    : "lossless",
+                     "a CUDA tensor", Context::describe_device(*t));
   const DeviceScope scope(data);
-  return dequantize_rows(ctx, data, scales, lossless, dtype, global_scale, quantized_range_start, residual_start, residual_elements,
+  return dequantize_rows(ctx, data, scales, lossless, dtype, global_scale, quantized_range_start, residual_start,
+                         residual_elements,
                          [&](PageWork work) { run<false>(ctx, std::move(work), false, false, 0, data, scope); });
 }
 
@@ -422,7 +434,8 @@ uint8_t* device_address(const Context& ctx, const Tensor& cold, const Tensor& po
   *on_host = !cold.is_cuda();
   if (cold.is_cuda()) {
     if (cold.get_device_index() != pool.get_device_index())
-      ctx.type_error("cold", "on " + Context::describe_device(pool) + " or in pinned host memory", Context::describe_device(cold));
+      ctx.type_error("cold", "on " + Context::describe_device(pool) + " or in pinned host memory",
+                     Context::describe_device(cold));
     return base;
   }
   ctx.cpu(cold, "cold");
@@ -431,7 +444,8 @@ uint8_t* device_address(const Context& ctx, const Tensor& cold, const Tensor& po
   if (extent <= 0) return base;
   cudaPointerAttributes first{}, last{};
   const bool pinned = cudaPointerGetAttributes(&first, base) == cudaSuccess && first.type == cudaMemoryTypeHost &&
-                      cudaPointerGetAttributes(&last, base + extent - 1) == cudaSuccess && last.type == cudaMemoryTypeHost;
+                      cudaPointerGetAttributes(&last, base + extent - 1) == cudaSuccess &&
+                      last.type == cudaMemoryTypeHost;
   if (!pinned) {
     (void)cudaGetLastError();
     ctx.value_error("cold", "a CUDA tensor or pinned host memory beside CUDA pools", "unpinned host memory");
@@ -443,7 +457,8 @@ uint8_t* device_address(const Context& ctx, const Tensor& cold, const Tensor& po
 void check_device_pairs(const Context& ctx, PageWork work, const Tensor& pairs, bool encode, const DeviceScope& scope) {
   const Tensor dense = torch::stable::contiguous(pairs);
   std::vector<int32_t> host(static_cast<size_t>(work.pages) * 2);
-  cuda_check(cudaMemcpyAsync(host.data(), dense.data_ptr(), host.size() * 4, cudaMemcpyDeviceToHost, scope.stream), "cudaMemcpyAsync");
+  cuda_check(cudaMemcpyAsync(host.data(), dense.data_ptr(), host.size() * 4, cudaMemcpyDeviceToHost, scope.stream),
+             "cudaMemcpyAsync");
   cuda_check(cudaStreamSynchronize(scope.stream), "cudaStreamSynchronize");
   work.pairs = host.data();
   work.pair_stride[0] = 2;

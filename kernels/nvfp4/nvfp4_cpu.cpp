@@ -25,102 +25,198 @@ struct Tile {
   uint32_t begin, end;  // units
 };
 
-template <typename T>
-KVC_HOST_DEVICE T load(const uint8_t* from) {
-  T value;
-  std::memcpy(&value, from, sizeof value);
-  return value;
+// Groups of a tile are handled in batches. Each loop below does one thing to every element or every group of a batch,
+// which is what compilers vectorise, in each clone with the vectors it has. With 32 groups, the loops over groups fill
+// the vectors of AVX2 also where they hold bytes. A batch that is not full is computed all the same, on zeros.
+constexpr int kBatch = 32;
+constexpr int kElements = kBatch * kGroupSize;
+
+struct Batch {
+  uint8_t* hot[kBatch];
+  uint32_t slot[kBatch];  // of the main component; the residual one follows it
+  int size = 0;
+};
+
+struct BatchScales {
+  uint32_t code[kBatch];
+  float decode[kBatch];
+  float encode[kBatch];
+};
+
+using BatchData = uint8_t[kBatch * kGroupBytes];  // of one component
+
+KVC_HOST_DEVICE void expand(const float (&groups)[kBatch], float (&elements)[kElements]) {
+  for (int g = 0; g < kBatch; ++g)
+    for (int i = 0; i < kGroupSize; ++i) elements[g * kGroupSize + i] = groups[g];
 }
 
-template <DType kType>
-KVC_HOST_DEVICE void load_group(const uint8_t* from, float (&x)[kGroupSize]) {
+KVC_HOST_DEVICE void find_scales(const float (&x)[kElements], GlobalScale global, BatchScales& scales) {
+  uint32_t amax[kBatch];
+  for (int g = 0; g < kBatch; ++g) amax[g] = amax_bits(x + g * kGroupSize);
+  for (int g = 0; g < kBatch; ++g) {
+    const BlockScale scale = block_scale(bits_to_float(amax[g]), global);
+    scales.code[g] = amax[g] < kInfinityBits ? scale.code : kNaNScale;
+    scales.decode[g] = scale.decode;
+    scales.encode[g] = scale.encode;
+  }
+}
+
+KVC_HOST_DEVICE void find_codes(const float (&x)[kElements], const float (&encode)[kBatch],
+                                uint8_t (&codes)[kElements]) {
+  alignas(64) float factor[kElements];
+  expand(encode, factor);
+  for (int i = 0; i < kElements; ++i) codes[i] = static_cast<uint8_t>(encode_element(x[i], factor[i]));
+}
+
+// Nibbles between bytes of their own and pairs. A pair of codes is a 16-bit number with element 2i in its low byte.
+KVC_HOST_DEVICE void pack(const uint8_t (&codes)[kElements], BatchData& packed) {
+  alignas(64) uint16_t pairs[kElements / 2];
+  std::memcpy(pairs, codes, sizeof pairs);
+  for (int i = 0; i < kElements / 2; ++i) packed[i] = static_cast<uint8_t>(pairs[i] | (pairs[i] >> 4));
+}
+
+KVC_HOST_DEVICE void unpack(const BatchData& packed, uint8_t (&codes)[kElements]) {
+  alignas(64) uint16_t pairs[kElements / 2];
+  for (int i = 0; i < kElements / 2; ++i) pairs[i] = static_cast<uint16_t>((packed[i] | (packed[i] << 4)) & 0x0F0F);
+  std::memcpy(codes, pairs, sizeof pairs);
+}
+
+KVC_HOST_DEVICE void store_groups(const Batch& batch, const Tile& t, int component, const BatchData& packed,
+                                  const uint32_t (&code)[kBatch]) {
+  for (int g = 0; g < batch.size; ++g) {
+    const int64_t slot = int64_t{batch.slot[g]} + component;
+    uint64_t data;
+    std::memcpy(&data, packed + g * kGroupBytes, sizeof data);
+    if (code[g] == 0 || code[g] == kNaNScale) data = 0;
+    std::memcpy(t.data + slot * kGroupBytes, &data, sizeof data);
+    t.scales[slot] = static_cast<uint8_t>(code[g]);
+  }
+}
+
+KVC_HOST_DEVICE void load_groups(const Batch& batch, const Tile& t, int component, BatchData& packed,
+                                 uint32_t (&code)[kBatch]) {
+  if (batch.size < kBatch) std::memset(packed, 0, sizeof packed), std::memset(code, 0, sizeof code);
+  for (int g = 0; g < batch.size; ++g) {
+    const int64_t slot = int64_t{batch.slot[g]} + component;
+    std::memcpy(packed + g * kGroupBytes, t.data + slot * kGroupBytes, kGroupBytes);
+    code[g] = t.scales[slot];
+  }
+}
+
+template <DType kType, bool kResidual>
+KVC_HOST_DEVICE void encode_batch(const Batch& batch, const Tile& t) {
   using E = Element<kType>;
-  typename E::Bits bits[kGroupSize];
-  std::memcpy(bits, from, sizeof bits);
-  for (int i = 0; i < kGroupSize; ++i) x[i] = E::to_float(bits[i]);
+  const GlobalScale global = t.segment.global;
+  alignas(64) typename E::Bits bits[kElements];
+  if (batch.size < kBatch) std::memset(bits, 0, sizeof bits);
+  for (int g = 0; g < batch.size; ++g) std::memcpy(bits + g * kGroupSize, batch.hot[g], kGroupSize * sizeof bits[0]);
+  alignas(64) float x[kElements];
+  for (int i = 0; i < kElements; ++i) x[i] = E::to_float(bits[i]);
+
+  BatchScales scales;
+  alignas(64) uint8_t codes[kElements];
+  alignas(64) BatchData packed;
+  find_scales(x, global, scales);
+  find_codes(x, scales.encode, codes);
+  pack(codes, packed);
+  store_groups(batch, t, 0, packed, scales.code);
+  if constexpr (kResidual) {
+    alignas(64) float factor[kElements];
+    expand(scales.decode, factor);
+    for (int i = 0; i < kElements; ++i) x[i] = add_rn(x[i], -mul_rn(e2m1_value(codes[i]), factor[i]));
+    BatchScales rest;
+    find_scales(x, global, rest);
+    find_codes(x, rest.encode, codes);
+    pack(codes, packed);
+    for (int g = 0; g < kBatch; ++g) rest.code[g] = scales.code[g] == kNaNScale ? kNaNScale : rest.code[g];
+    store_groups(batch, t, 1, packed, rest.code);
+  }
 }
 
-KVC_HOST_DEVICE void store_group(const Group& group, uint8_t* data, uint8_t* scale) {
-  std::memcpy(data, &group.data, sizeof group.data);
-  *scale = static_cast<uint8_t>(group.scale);
+template <DType kType, bool kResidual>
+KVC_HOST_DEVICE void decode_batch(const Batch& batch, const Tile& t) {
+  using E = Element<kType>;
+  const float global = t.segment.global.decode;
+  alignas(64) BatchData packed;
+  alignas(64) uint8_t codes[kElements];
+  uint32_t code[kBatch];
+  float scale[kBatch];
+  alignas(64) float factor[kElements];
+  uint32_t nan[kBatch];
+  alignas(64) typename E::Bits bits[kElements];
+  load_groups(batch, t, 0, packed, code);
+  for (int g = 0; g < kBatch; ++g) scale[g] = decode_scale(code[g]);
+  for (int g = 0; g < kBatch; ++g) nan[g] = is_nan_scale(code[g]);
+  unpack(packed, codes);
+  expand(scale, factor);
+  if constexpr (kResidual) {
+    alignas(64) uint8_t rest[kElements];
+    alignas(64) float rest_factor[kElements];
+    load_groups(batch, t, 1, packed, code);
+    for (int g = 0; g < kBatch; ++g) scale[g] = decode_scale(code[g]);
+    for (int g = 0; g < kBatch; ++g) nan[g] |= is_nan_scale(code[g]);
+    unpack(packed, rest);
+    expand(scale, rest_factor);
+    for (int i = 0; i < kElements; ++i)
+      bits[i] = E::from_float(decode_residual_element(codes[i], factor[i], rest[i], rest_factor[i], global));
+  } else {
+    for (int i = 0; i < kElements; ++i) bits[i] = E::from_float(decode_element(codes[i], factor[i], global));
+  }
+  for (int g = 0; g < batch.size; ++g) {
+    if (nan[g] != 0)
+      for (int i = 0; i < kGroupSize; ++i) bits[g * kGroupSize + i] = E::kNaN;
+    std::memcpy(batch.hot[g], bits + g * kGroupSize, kGroupSize * sizeof bits[0]);
+  }
 }
 
-template <DType kType>
-KVC_HOST_DEVICE void encode_groups(const Tile& t) {
+// Moves the groups of one kind (one component, or two) of a tile.
+template <DType kType, bool kResidual, bool kEncode>
+KVC_HOST_DEVICE void move_groups(const Tile& t) {
   constexpr uint32_t kBytes = kGroupSize * itemsize(kType);
   const Segment& s = t.segment;
-  uint32_t slot = slots_before(s, t.begin);
+  const uint32_t groups = s.units_per_row.divisor;
+  uint32_t column = t.begin - s.units_per_row.divide(t.begin) * groups, slot = slots_before(s, t.begin);
+  uint8_t* hot = t.hot + hot_offset(s, t.begin, kBytes);
+  Batch batch;
   for (uint32_t g = t.begin; g < t.end; ++g) {
-    float x[kGroupSize];
-    load_group<kType>(t.hot + hot_offset(s, g, kBytes), x);
-    const uint32_t column = g - s.units_per_row.divide(g) * s.units_per_row.divisor;
-    if (is_residual(s, column)) {
-      const ResidualGroup r = encode_residual_group(x, s.global);
-      store_group(r.main, t.data + int64_t{slot} * kGroupBytes, t.scales + slot);
-      store_group(r.residual, t.data + int64_t{slot + 1} * kGroupBytes, t.scales + slot + 1);
-      slot += 2;
-    } else {
-      store_group(encode_group(x, s.global), t.data + int64_t{slot} * kGroupBytes, t.scales + slot);
-      slot += 1;
+    const bool residual = is_residual(s, column);
+    if (residual == kResidual) {
+      batch.hot[batch.size] = hot;
+      batch.slot[batch.size] = slot;
+      ++batch.size;
+    }
+    slot += residual ? 2 : 1;
+    hot += kBytes;
+    if (++column == groups) column = 0, hot += s.row_pitch - int64_t{groups} * kBytes;
+    if (batch.size == kBatch || (g + 1 == t.end && batch.size != 0)) {
+      if constexpr (kEncode) encode_batch<kType, kResidual>(batch, t);
+      else decode_batch<kType, kResidual>(batch, t);
+      batch.size = 0;
     }
   }
 }
 
-template <DType kType>
-KVC_HOST_DEVICE void decode_groups(const Tile& t) {
-  using E = Element<kType>;
-  constexpr uint32_t kBytes = kGroupSize * itemsize(kType);
-  const Segment& s = t.segment;
-  uint32_t slot = slots_before(s, t.begin);
-  for (uint32_t g = t.begin; g < t.end; ++g) {
-    const uint32_t column = g - s.units_per_row.divide(g) * s.units_per_row.divisor;
-    const uint64_t main = load<uint64_t>(t.data + int64_t{slot} * kGroupBytes);
-    const uint32_t scale_code = t.scales[slot];
-    const float scale = decode_scale(scale_code);
-    bool nan = is_nan_scale(scale_code);
-    typename E::Bits out[kGroupSize];
-    // Unpacked in steps of their own so that each loop of sixteen vectorises.
-    uint8_t codes[kGroupSize];
-    for (int i = 0; i < 8; ++i) {
-      const uint8_t byte = static_cast<uint8_t>(main >> (8 * i));
-      codes[2 * i] = byte & 15u;
-      codes[2 * i + 1] = byte >> 4;
-    }
-    if (is_residual(s, column)) {
-      const uint64_t residual = load<uint64_t>(t.data + int64_t{slot + 1} * kGroupBytes);
-      const uint32_t residual_code = t.scales[slot + 1];
-      const float residual_scale = decode_scale(residual_code);
-      nan = nan || is_nan_scale(residual_code);
-      for (int i = 0; i < kGroupSize; ++i) {
-        const uint32_t q = static_cast<uint32_t>(residual >> (4 * i)) & 15u;
-        out[i] = E::from_float(decode_residual_element(codes[i], scale, q, residual_scale, s.global.decode));
-      }
-      slot += 2;
-    } else {
-      for (int i = 0; i < kGroupSize; ++i) out[i] = E::from_float(decode_element(codes[i], scale, s.global.decode));
-      slot += 1;
-    }
-    if (nan)
-      for (auto& bits : out) bits = E::kNaN;
-    std::memcpy(t.hot + hot_offset(s, g, kBytes), out, sizeof out);
-  }
+template <DType kType, bool kEncode>
+KVC_HOST_DEVICE void move_tile(const Tile& t) {
+  move_groups<kType, false, kEncode>(t);
+  if (t.segment.residual_groups != 0) move_groups<kType, true, kEncode>(t);
 }
 
 KVC_TARGET_CLONES void encode_tile(const Tile& t) {
   switch (t.segment.dtype) {
-    case DType::kFloat16: return encode_groups<DType::kFloat16>(t);
-    case DType::kBFloat16: return encode_groups<DType::kBFloat16>(t);
-    case DType::kFloat32: return encode_groups<DType::kFloat32>(t);
-    case DType::kFloat8E4M3: return encode_groups<DType::kFloat8E4M3>(t);
+    case DType::kFloat16: return move_tile<DType::kFloat16, true>(t);
+    case DType::kBFloat16: return move_tile<DType::kBFloat16, true>(t);
+    case DType::kFloat32: return move_tile<DType::kFloat32, true>(t);
+    case DType::kFloat8E4M3: return move_tile<DType::kFloat8E4M3, true>(t);
   }
 }
 
 KVC_TARGET_CLONES void decode_tile(const Tile& t) {
   switch (t.segment.dtype) {
-    case DType::kFloat16: return decode_groups<DType::kFloat16>(t);
-    case DType::kBFloat16: return decode_groups<DType::kBFloat16>(t);
-    case DType::kFloat32: return decode_groups<DType::kFloat32>(t);
-    case DType::kFloat8E4M3: return decode_groups<DType::kFloat8E4M3>(t);
+    case DType::kFloat16: return move_tile<DType::kFloat16, false>(t);
+    case DType::kBFloat16: return move_tile<DType::kBFloat16, false>(t);
+    case DType::kFloat32: return move_tile<DType::kFloat32, false>(t);
+    case DType::kFloat8E4M3: return move_tile<DType::kFloat8E4M3, false>(t);
   }
 }
 
@@ -150,16 +246,19 @@ void run(PageWork work, bool encode) {
       };
       const int64_t hot_slot = slot(encode ? 1 : 0), cold_slot = slot(encode ? 0 : 1);
       auto s = std::upper_bound(work.segments.begin(), work.segments.end(), tile,
-                                [](uint32_t t, const Segment& segment) { return t < segment.first_tile; }) - 1;
+                                [](uint32_t t, const Segment& segment) { return t < segment.first_tile; }) -
+               1;
       for (; index < page_end; ++index, ++tile) {
         while (tile - s->first_tile >= s->tiles()) ++s;
         const uint32_t begin = (tile - s->first_tile) * s->units_per_tile;
-        const Tile t{*s, s->hot + hot_slot * s->hot_stride, s->data + cold_slot * s->data_stride,
-                     s->scales + cold_slot * s->scales_stride, begin, std::min(begin + s->units_per_tile, s->units)};
-        if (s->kind == SegmentKind::kQuantize)
-          encode ? encode_tile(t) : decode_tile(t);
-        else
-          copy_tile(t, encode);
+        const Tile t{*s,
+                     s->hot + hot_slot * s->hot_stride,
+                     s->data + cold_slot * s->data_stride,
+                     s->scales + cold_slot * s->scales_stride,
+                     begin,
+                     std::min(begin + s->units_per_tile, s->units)};
+        if (s->kind == SegmentKind::kQuantize) encode ? encode_tile(t) : decode_tile(t);
+        else copy_tile(t, encode);
         if (encode && s->padding_bytes > 0 && t.end == s->units)
           std::memset(s->padding + cold_slot * s->data_stride, 0, s->padding_bytes);
       }
@@ -170,15 +269,17 @@ void run(PageWork work, bool encode) {
 std::tuple<Tensor, Tensor, Tensor> nvfp4_quantize(Tensor x, double global_scale, int64_t quantized_range_start,
                                                   int64_t quantized_range_elements, int64_t residual_start,
                                                   int64_t residual_elements) {
-  const Quantized q = quantize_rows(Context{"nvfp4_quantize"}, x, global_scale, quantized_range_start, quantized_range_elements,
-                                    residual_start, residual_elements, 1, [](PageWork work) { run(std::move(work), true); });
+  const Quantized q =
+      quantize_rows(Context{"nvfp4_quantize"}, x, global_scale, quantized_range_start, quantized_range_elements,
+                    residual_start, residual_elements, 1, [](PageWork work) { run(std::move(work), true); });
   return {q.data, q.scales, q.lossless};
 }
 
 Tensor nvfp4_dequantize(Tensor data, Tensor scales, Tensor lossless, ScalarType dtype, double global_scale,
                         int64_t quantized_range_start, int64_t residual_start, int64_t residual_elements) {
-  return dequantize_rows(Context{"nvfp4_dequantize"}, data, scales, lossless, dtype, global_scale, quantized_range_start,
-                         residual_start, residual_elements, [](PageWork work) { run(std::move(work), false); });
+  return dequantize_rows(Context{"nvfp4_dequantize"}, data, scales, lossless, dtype, global_scale,
+                         quantized_range_start, residual_start, residual_elements,
+                         [](PageWork work) { run(std::move(work), false); });
 }
 
 void move_pages(const Context& ctx, const Tensor& cold, const std::vector<Tensor>& pools, const Tensor& pairs,
@@ -188,7 +289,8 @@ void move_pages(const Context& ctx, const Tensor& cold, const std::vector<Tensor
   for (size_t i = 0; i < pools.size(); ++i)
     if (!pools[i].is_cpu()) ctx.cpu(pools[i], "pools[" + std::to_string(i) + "]");
   ctx.cpu(pairs, "pairs");
-  run(read_pages(ctx, cold, static_cast<uint8_t*>(cold.data_ptr()), pools, pairs, table, scales, max_ctas, encode), encode);
+  run(read_pages(ctx, cold, static_cast<uint8_t*>(cold.data_ptr()), pools, pairs, table, scales, max_ctas, encode),
+      encode);
 }
 
 void encode_pages_(const Tensor& cold, const std::vector<Tensor>& pools, const Tensor& pairs, const Tensor& table,

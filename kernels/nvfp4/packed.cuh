@@ -73,8 +73,10 @@ template <>
 struct Packed<DType::kFloat16> : PackedHalf {
   static constexpr uint32_t kInfinity = 0x7C00;  // smallest magnitude that is not a number to quantize
   static constexpr float kUnit = 1.0f;
-  static constexpr bool kExactError = true;      // x - q * s always fits the format
-  static __device__ __forceinline__ Vec scale(uint32_t code) { return __hmul2(from_bits<Vec>(both_halves(code << 7)), all(256.0f)); }
+  static constexpr bool kExactError = true;  // x - q * s always fits the format
+  static __device__ __forceinline__ Vec scale(uint32_t code) {
+    return __hmul2(from_bits<Vec>(both_halves(code << 7)), all(256.0f));
+  }
 };
 
 // E4M3 bytes become fp16 by bits alone: an exponent bit wider, so values and scales come out times 2^-8.
@@ -91,13 +93,15 @@ struct Packed<DType::kBFloat16> {
   using Vec = __nv_bfloat162;
   static constexpr uint32_t kInfinity = 0x7F80;
   static constexpr float kUnit = 1.0f;
-  static constexpr bool kExactError = false;     // not beyond the largest scale: 2^20 - 2688 needs more than 8 bits
+  static constexpr bool kExactError = false;  // not beyond the largest scale: 2^20 - 2688 needs more than 8 bits
   static constexpr float kIntegerAnchor = 128.0f;
   static __device__ __forceinline__ Vec all(float v) { return __float2bfloat162_rn(v); }
   static __device__ __forceinline__ float value(uint32_t bits) { return __uint_as_float(bits << 16); }
-  static constexpr uint32_t kCodeShift = 6;      // times 2^-126
+  static constexpr uint32_t kCodeShift = 6;  // times 2^-126
   static __device__ __forceinline__ Vec code_unit() { return all(0x1p126f); }
-  static __device__ __forceinline__ Vec scale(uint32_t code) { return __hmul2(from_bits<Vec>(both_halves(code << 4)), all(0x1p120f)); }
+  static __device__ __forceinline__ Vec scale(uint32_t code) {
+    return __hmul2(from_bits<Vec>(both_halves(code << 4)), all(0x1p120f));
+  }
 };
 
 // Splits 8 elements into pairs (j, j + 4).
@@ -117,8 +121,8 @@ __device__ __forceinline__ void split_bytes(uint32_t low, uint32_t high, uint32_
 }
 
 __device__ __forceinline__ uint4 join_words(const uint32_t (&pairs)[4]) {
-  return {permute(pairs[0], pairs[1], 0x5410), permute(pairs[2], pairs[3], 0x5410),
-          permute(pairs[0], pairs[1], 0x7632), permute(pairs[2], pairs[3], 0x7632)};
+  return {permute(pairs[0], pairs[1], 0x5410), permute(pairs[2], pairs[3], 0x5410), permute(pairs[0], pairs[1], 0x7632),
+          permute(pairs[2], pairs[3], 0x7632)};
 }
 
 // Sixteen elements: magnitudes[half][j] holds |x| of elements 8 * half + j and 8 * half + j + 4, signs[half] has bit
@@ -140,7 +144,8 @@ __device__ __forceinline__ PackedGroup from_pairs(const uint32_t (&pairs)[2][4])
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int j = 0; j < 4; ++j) g.magnitudes[half][j] = vec_bits(__habs2(from_bits<typename P::Vec>(pairs[half][j])));
-    g.signs[half] = join_signs(permute(pairs[half][0], pairs[half][2], 0xFBD9), permute(pairs[half][1], pairs[half][3], 0xFBD9));
+    g.signs[half] =
+        join_signs(permute(pairs[half][0], pairs[half][2], 0xFBD9), permute(pairs[half][1], pairs[half][3], 0xFBD9));
   }
   return g;
 }
@@ -172,7 +177,8 @@ __device__ __forceinline__ Group encode_packed(const PackedGroup& g) {
 
   // Three comparisons find the code bit by bit. The midpoints 0.25 0.75 1.25 1.75 2.5 3.5 5 alternate > and >=,
   // which is ties to even; the later ones are selected by arithmetic on the earlier answers.
-  const Vec at_1_75 = __hmul2(s, P::all(1.75f)), at_0_75 = __hmul2(s, P::all(0.75f)), to_3_5 = __hmul2(s, P::all(2.75f));
+  const Vec at_1_75 = __hmul2(s, P::all(1.75f)), at_0_75 = __hmul2(s, P::all(0.75f)),
+            to_3_5 = __hmul2(s, P::all(2.75f));
   const Vec at_0_25 = __hmul2(s, P::all(0.25f)), to_2_5 = __hmul2(s, P::all(2.25f)), wider = __hmul2(s, P::all(1.5f));
   const bool finite = amax < P::kInfinity;
   const bool keep = finite && scale_code != 0;
@@ -203,7 +209,8 @@ __device__ __forceinline__ void decode_pairs(uint32_t word, typename P::Vec scal
   constexpr int kShift = static_cast<int>(P::kCodeShift);
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const uint32_t code = (4 * j > kShift ? word >> (4 * j - kShift) : word << (kShift - 4 * j)) & (0x00070007u << kShift);
+    const uint32_t code =
+        (4 * j > kShift ? word >> (4 * j - kShift) : word << (kShift - 4 * j)) & (0x00070007u << kShift);
     const uint32_t sign = (word << (12 - 4 * j)) & 0x80008000u;
     pairs[j] = vec_bits(__hmul2(__hmul2(from_bits<Vec>(code | sign), P::code_unit()), scale));
   }
@@ -220,7 +227,8 @@ __device__ __forceinline__ typename P::Vec signed_scale(uint32_t code) {
 // x and q * s lie within a factor of two of each other wherever q is not 0 (Sterbenz), so their difference is exact;
 // only below the largest scale may x be further away.
 template <typename P>
-__device__ __forceinline__ bool encode_residual_pairs(const uint32_t (&pairs)[2][4], const Group& main, Group* residual) {
+__device__ __forceinline__ bool encode_residual_pairs(const uint32_t (&pairs)[2][4], const Group& main,
+                                                      Group* residual) {
   using Vec = typename P::Vec;
   if (main.scale == kNaNScale) {
     *residual = {0, kNaNScale};
@@ -295,7 +303,9 @@ __device__ __forceinline__ uint4 replace_if(bool nan, uint32_t bits, const uint4
 }
 
 template <DType kType>
-constexpr uint32_t kNaNWord = Element<kType>::kNaN * (kType == DType::kFloat32 ? 1u : kType == DType::kFloat8E4M3 ? 0x01010101u : 0x00010001u);
+constexpr uint32_t kNaNWord = Element<kType>::kNaN * (kType == DType::kFloat32      ? 1u
+                                                      : kType == DType::kFloat8E4M3 ? 0x01010101u
+                                                                                    : 0x00010001u);
 
 // Sixteen bytes of hot elements by way of fp32: fl(fl(q * s [+ q2 * s2]) * G), where the products are exact.
 template <DType kType, typename Products>
@@ -343,7 +353,8 @@ __device__ __forceinline__ uint4 decode_chunk(uint64_t nibbles, uint32_t scale_c
       return replace_if(nan, kNaNWord<kType>, uint4{first.x, first.y, second.x, second.y});
     }
   }
-  return replace_if(nan, kNaNWord<kType>, decode_wide<kType>(nibbles, 0, global, [&](uint32_t word, uint32_t, float2(&v)[4]) {
+  return replace_if(nan, kNaNWord<kType>,
+                    decode_wide<kType>(nibbles, 0, global, [&](uint32_t word, uint32_t, float2(&v)[4]) {
                       decode_pairs<P>(word, scale, pairs);
                       widen(pairs, v);
                     }));
@@ -351,7 +362,8 @@ __device__ __forceinline__ uint4 decode_chunk(uint64_t nibbles, uint32_t scale_c
 
 // The same for two components. A packed addition of 16-bit elements rounds once, which with G = 1 is all there is.
 template <DType kType>
-__device__ __forceinline__ uint4 decode_residual_chunk(uint64_t main, uint32_t main_code, uint64_t rest, uint32_t rest_code, float global) {
+__device__ __forceinline__ uint4 decode_residual_chunk(uint64_t main, uint32_t main_code, uint64_t rest,
+                                                       uint32_t rest_code, float global) {
   const bool nan = is_nan_scale(main_code) || is_nan_scale(rest_code);
   uint32_t a[4], b[4];
   if constexpr (kType == DType::kFloat16 || kType == DType::kBFloat16) {
@@ -366,14 +378,16 @@ __device__ __forceinline__ uint4 decode_residual_chunk(uint64_t main, uint32_t m
     }
   }
   using P = Packed<DType::kFloat16>;
-  return replace_if(nan, kNaNWord<kType>, decode_wide<kType>(main, rest, global, [&](uint32_t one, uint32_t two, float2(&v)[4]) {
+  return replace_if(nan, kNaNWord<kType>,
+                    decode_wide<kType>(main, rest, global, [&](uint32_t one, uint32_t two, float2(&v)[4]) {
                       float2 second[4];
                       decode_pairs<P>(one, signed_scale<P>(main_code), a);
                       decode_pairs<P>(two, signed_scale<P>(rest_code), b);
                       widen(a, v);
                       widen(b, second);
 #pragma unroll
-                      for (int j = 0; j < 4; ++j) v[j] = {__fadd_rn(v[j].x, second[j].x), __fadd_rn(v[j].y, second[j].y)};
+                      for (int j = 0; j < 4; ++j)
+                        v[j] = {__fadd_rn(v[j].x, second[j].x), __fadd_rn(v[j].y, second[j].y)};
                     }));
 }
 

@@ -1,5 +1,5 @@
-// One warp moves one tile: a few KiB of a hot buffer through NVFP4, or as many copied bytes. What it needs to know about
-// the tile, and the ways in and out of its shared memory.
+// One warp moves one tile: a few KiB of a hot buffer through NVFP4, or as many copied bytes. What it needs to know
+// about the tile, and the ways in and out of its shared memory.
 #pragma once
 
 #include "kvc/pages.h"
@@ -74,10 +74,12 @@ struct HotTile {
   uint32_t log_chunks;  // of 16 bytes, a unit
   bool linear;
 
-  __device__ __forceinline__ HotTile(const Segment& segment, uint8_t* hot, uint32_t first_unit) : s(segment), base(hot), first(first_unit) {
+  __device__ __forceinline__ HotTile(const Segment& segment, uint8_t* hot, uint32_t first_unit)
+      : s(segment), base(hot), first(first_unit) {
     const bool groups = s.kind == SegmentKind::kQuantize;
     log_chunks = !groups ? 0 : s.dtype == DType::kFloat32 ? 2 : s.dtype == DType::kFloat8E4M3 ? 0 : 1;
-    linear = groups ? s.row_pitch == int64_t{s.units_per_row.divisor} << (4 + log_chunks) : s.kind == SegmentKind::kBytes;
+    linear =
+        groups ? s.row_pitch == int64_t{s.units_per_row.divisor} << (4 + log_chunks) : s.kind == SegmentKind::kBytes;
     if (linear) base += int64_t{first} << (4 + log_chunks);
   }
   template <uint32_t kGroupBytesHot>
@@ -91,8 +93,10 @@ struct HotTile {
 };
 
 __device__ __forceinline__ void copy_async(uint8_t* shared, const uint8_t* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "l"(from)
-               : "memory");
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(from)
+      : "memory");
 }
 
 __device__ __forceinline__ void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -1,0 +1,3 @@
+"""The CPU implementations of the ops; importing it registers them."""
+
+def set_debug(enabled: bool, /) -> None: ...

@@ -1,0 +1,68 @@
+"""The machine code in the installed CUDA library: every architecture, the E2M1 instruction where it exists."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from kvc import collect_env
+
+LIBRARY = collect_env.library_file("_C_cuda")
+ARCHITECTURES = collect_env.built_architectures().split(", ") if LIBRARY else []
+FAMILIES = ("nvfp4", "compaction")  # the .cu files that every architecture must have an image of
+CONVERSION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(F2FP\.\S*E2M1\S*)", re.MULTILINE)
+
+pytestmark = pytest.mark.skipif(LIBRARY is None, reason="kvc was built without CUDA")
+
+
+@pytest.fixture(scope="module")
+def cuobjdump() -> Path:
+    """From the CUDA toolkit, or from the pip package of that name."""
+
+    def candidates() -> Iterator[Path]:
+        if found := shutil.which("cuobjdump"):
+            yield Path(found)
+        try:
+            files = importlib.metadata.files("nvidia-cuda-cuobjdump") or []
+        except importlib.metadata.PackageNotFoundError:
+            return
+        yield from (Path(str(file.locate())) for file in files if file.name == "cuobjdump")
+
+    path = next(candidates(), None)
+    if path is None:
+        pytest.skip("needs cuobjdump")
+    return path
+
+
+def dump(cuobjdump: Path, *options: str) -> str:
+    command = [str(cuobjdump), *options, str(LIBRARY)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_family_has_an_image(cuobjdump: Path, architecture: str) -> None:
+    name, _, ptx = architecture.partition("+")
+    listed = dump(cuobjdump, "--list-ptx" if ptx else "--list-elf", "-arch", name)
+    for family in FAMILIES:
+        assert re.search(rf"\b{family}\b", listed), f"{family} has no {ptx or 'machine code'} of {name}"
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if "+" not in name])
+def test_hardware_converts_where_it_can(cuobjdump: Path, architecture: str) -> None:
+    sass = dump(cuobjdump, "-sass", "-arch", architecture)
+    sections = re.split(r"^\s*Function : (?=\S)", sass, flags=re.MULTILINE)[1:]
+    converting = {s.split()[0]: CONVERSION.findall(s) for s in sections if "5nvfp4" in s.split()[0]}
+    assert converting, "no kernel of the nvfp4 family was disassembled"
+    instructions = {name for found in converting.values() for name in found}
+    if architecture.startswith(("sm_100", "sm_120")):
+        assert instructions
+        assert all(name.startswith("F2FP.SATFINITE.E2M1.F32") for name in instructions)
+        # A group of 16 takes eight of them, so whole groups are converted and nothing by halves.
+        assert all(len(found) % 8 == 0 for found in converting.values())
+    else:
+        assert not instructions
