@@ -122,7 +122,8 @@ class BuildExtension(build_ext):
                 command = [os.environ.get("CXX", "g++"), *flags, *host]
             command += ["-c", str(ROOT / source), "-o", str(output)]
             # An object is kept while what it was made of is the same, so a change in Python costs no compilation.
-            content = repr(command).encode() + shared + (ROOT / source).read_bytes()
+            compiler = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
+            content = repr(command).encode() + compiler + shared + (ROOT / source).read_bytes()
             digest, known = hashlib.sha256(content).hexdigest(), output.with_suffix(".sha256")
             if not (output.is_file() and known.is_file() and known.read_text() == digest):
                 known.unlink(missing_ok=True)

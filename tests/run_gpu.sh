@@ -21,7 +21,7 @@ for step in $steps; do
     sanitizer)
       for tool in memcheck racecheck; do
         run "$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 --kernel-regex kns=move_pages \
-          python3 -m pytest tests -q -m cuda -p no:cacheprovider -k "test_round_trip or test_unaligned_cold_rows or test_pinned_cold_rows"
+          python3 -m pytest tests -q -m cuda -p no:cacheprovider -k "(test_round_trip or test_unaligned_cold_rows or test_pinned_cold_rows) and not large"
         run "compaction_$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
           --kernel-regex kns=compact_kernel --kernel-regex kns=pack_ \
           python3 -m pytest tests/test_compaction.py tests/test_compaction_pack.py -q -m cuda -p no:cacheprovider \

@@ -369,6 +369,39 @@ class TestPages:
         kvc.encode_pages_(cold, pools, wide.to(device)[:, 1::2], layout.table, layout.scales)
         same_bytes(cold, expected)
 
+    @pytest.mark.parametrize("gap", [1, 2, 4, 8, 16])
+    def test_one_page_into_a_row_of_any_alignment(self, device: torch.device, gap: int) -> None:
+        layout = LAYOUTS["gqa bf16"]
+        pools = make_pools(layout, 3, device)
+        expected = make_cold(layout, 4, "cpu", gap)
+        pairs = torch.tensor([[3, 1]], dtype=torch.int32)
+        reference.encode_pages_(expected, [p.cpu() for p in pools], pairs, layout)
+        for where in {torch.device("cpu"), device}:
+            cold = make_cold(layout, 4, device, gap)
+            kvc.encode_pages_(cold, pools, pairs.to(where), layout.table, layout.scales)
+            same_bytes(cold, expected)
+
+    @needs_cuda
+    @pytest.mark.cuda
+    @pytest.mark.parametrize("max_ctas", [0, 1, 3])
+    def test_missing_pages_among_many(self, max_ctas: int) -> None:
+        layout = PageLayout.attention(5, 2, 64, 32, BF16, rotary_dim=32, skip_rope_quantization=True)
+        pools = make_pools(layout, 8, torch.device("cuda"))
+        cold, expected = make_cold(layout, 64, "cuda"), make_cold(layout, 64, "cpu")
+        pairs = torch.full((300, 2), -1, dtype=torch.int32)
+        used = torch.tensor([0, 1, 7, 150, 151, 298])
+        pairs[used, 0] = torch.tensor([3, 60, 5, 9, 2, 11], dtype=torch.int32)
+        pairs[used, 1] = torch.tensor([1, 1, 7, 0, 2, 6], dtype=torch.int32)
+        kvc.encode_pages_(cold, pools, pairs.cuda(), layout.table, layout.scales, max_ctas)
+        reference.encode_pages_(expected, [p.cpu() for p in pools], pairs[used], layout)
+        same_bytes(cold, expected)
+
+    def test_a_table_of_another_width_is_never_known(self) -> None:
+        call = good_call()
+        kvc.encode_pages_(**call)
+        with pytest.raises(ValueError, match="table must be PageLayout.table"):
+            kvc.encode_pages_(**(call | {"table": call["table"].view(-1, 6)}))
+
     def test_no_pages(self, device: torch.device) -> None:
         layout = LAYOUTS["gqa bf16"]
         pools = make_pools(layout, 2, device)

@@ -42,6 +42,12 @@ constexpr int64_t kMaxGroups = int64_t{1} << 31;  // groups (or 16-byte chunks) 
 constexpr float kMinGlobalScale = 0x1p-100f;
 constexpr float kMaxGlobalScale = 0x1p+100f;
 
+// Slots and 16-byte chunks of a buffer are counted in 31 bits.
+inline int64_t max_rows(const BufferSpec& b) {
+  const int64_t chunks = (b.row_elements - b.quantized_elements) * itemsize(b.dtype) / 16;
+  return (kMaxGroups - 1) / std::max(b.slots_per_row(), chunks);
+}
+
 // What is wrong with a buffer on its own, or an empty string. `expected, got` ends the public error text.
 inline std::string check(const BufferSpec& b) {
   const auto outside = [](int64_t v, int64_t low, int64_t high) { return v < low || v > high; };
@@ -70,7 +76,7 @@ inline std::string check(const BufferSpec& b) {
       (b.residual_elements > 0 &&
        (outside(b.residual_start, b.quantized_start, q_end) || b.residual_start + b.residual_elements > q_end)))
     return text("a residual range inside the quantized range", b.residual_elements);
-  if (b.rows > kMaxGroups / (b.row_elements / 4)) return text("fewer than 2^31 groups a buffer", b.rows);
+  if (b.rows > max_rows(b)) return text(("at most " + std::to_string(max_rows(b)) + " rows").c_str(), b.rows);
   if (b.offset % 16 != 0) return text("an offset that is a multiple of 16", b.offset);
   if (!(b.global_scale >= kMinGlobalScale && b.global_scale <= kMaxGlobalScale))
     return "global_scale in [2^-100, 2^100], got " + std::to_string(b.global_scale);

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <mutex>
+
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
@@ -42,22 +44,29 @@ struct DeviceFacts {
 // `probe` is any kernel of the library: it has an image for the device or it does not.
 inline const DeviceFacts& device_facts(const Context& ctx, int device, const void* probe) {
   static DeviceFacts known[kMaxDevices];
-  DeviceFacts& facts = known[device];
-  if (facts.multiprocessors == 0) {
-    DeviceFacts read;
-    cuda_check(cudaDeviceGetAttribute(&read.major, cudaDevAttrComputeCapabilityMajor, device),
-               "cudaDeviceGetAttribute");
-    cuda_check(cudaDeviceGetAttribute(&read.minor, cudaDevAttrComputeCapabilityMinor, device),
-               "cudaDeviceGetAttribute");
-    int multiprocessors = 0;
-    cuda_check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
-               "cudaDeviceGetAttribute");
+  static std::once_flag read[kMaxDevices];
+  std::call_once(read[device], [&] {  // a failure throws, and the next call tries again
+    DeviceFacts facts;
+    const auto attribute = [device](int* value, cudaDeviceAttr name) {
+      cuda_check(cudaDeviceGetAttribute(value, name, device), "cudaDeviceGetAttribute");
+    };
+    attribute(&facts.major, cudaDevAttrComputeCapabilityMajor);
+    attribute(&facts.minor, cudaDevAttrComputeCapabilityMinor);
+    attribute(&facts.multiprocessors, cudaDevAttrMultiProcessorCount);
+    // The first look at a kernel may load the library, which a capture in strict mode would refuse.
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cuda_check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     cudaFuncAttributes attributes;
-    read.supported = cudaFuncGetAttributes(&attributes, probe) == cudaSuccess;
-    if (!read.supported) (void)cudaGetLastError();
-    facts = read;
-    facts.multiprocessors = multiprocessors;
-  }
+    const cudaError_t status = cudaFuncGetAttributes(&attributes, probe);
+    cuda_check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    const bool missing = status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction ||
+                         status == cudaErrorInvalidPtx || status == cudaErrorUnsupportedPtxVersion;
+    if (missing) (void)cudaGetLastError();
+    else cuda_check(status, "cudaFuncGetAttributes");
+    facts.supported = !missing;
+    known[device] = facts;
+  });
+  const DeviceFacts& facts = known[device];
   if (!facts.supported)
     throw std::runtime_error(std::string("kvc.") + ctx.op + ": the GPU must be one of the built architectures (" +
                              KVC_CUDA_ARCHS + "), got sm_" + std::to_string(facts.major) + std::to_string(facts.minor));

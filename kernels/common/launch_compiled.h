@@ -73,8 +73,8 @@ class KernelLoader {
   }
 
   const CompiledKernel& kernel_;
-  std::once_flag once_[128];
-  Loaded loaded_[128];
+  std::once_flag once_[kMaxDevices];
+  Loaded loaded_[kMaxDevices];
 };
 
 }  // namespace kvc

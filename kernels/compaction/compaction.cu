@@ -367,7 +367,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) compact_kernel(const __g
 // Blocks of a kernel that fill the device.
 template <int kVector>
 int64_t resident_blocks(const DeviceFacts& facts, int device) {
-  static int known[128];
+  static int known[kMaxDevices];
   int& per_multiprocessor = known[device];
   if (per_multiprocessor == 0) {
     const auto kernel = compact_kernel<kVector>;

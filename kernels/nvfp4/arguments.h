@@ -195,8 +195,9 @@ inline const Layout& read_layout(const Context& ctx, const Tensor& table, const 
            tensor.numel() == static_cast<int64_t>(known.size()) &&
            std::memcmp(tensor.data_ptr(), known.data(), known.size() * sizeof(known[0])) == 0;
   };
-  if (table.dim() == 2 && table.scalar_type() == ScalarType::Long && scales.dim() == 1 &&
-      scales.scalar_type() == ScalarType::Float && matches(table, last.table) && matches(scales, last.scales))
+  if (table.dim() == 2 && table.size(1) == kTableColumns && table.scalar_type() == ScalarType::Long &&
+      scales.dim() == 1 && scales.scalar_type() == ScalarType::Float && matches(table, last.table) &&
+      matches(scales, last.scales))
     return last;
   Layout layout;
   layout.buffers = read_table(ctx, table, scales);
@@ -331,19 +332,19 @@ inline Tensor expressible_rows(const Tensor& x, int64_t alignment, Rows* rows) {
   return copy;
 }
 
-inline void check_range(const Context& ctx, const BufferSpec& b) {
+inline void check_range(const Context& ctx, const BufferSpec& b, const char* row, const char* range) {
   const auto multiple = [&](int64_t value, const char* argument) {
     if (value % kGroupSize != 0) ctx.value_error(argument, "a multiple of 16", value);
   };
-  multiple(b.row_elements, "x (its last dimension)");
+  multiple(b.row_elements, row);
   multiple(b.quantized_start, "quantized_range_start");
-  multiple(b.quantized_elements, "quantized_range_elements");
+  multiple(b.quantized_elements, range);
   multiple(b.residual_elements, "residual_elements");
   if (b.quantized_start < 0 || b.quantized_start >= b.row_elements)
     ctx.value_error("quantized_range_start", "in [0, " + std::to_string(b.row_elements) + ")", b.quantized_start);
   if (b.quantized_elements <= 0 || b.quantized_elements > b.row_elements - b.quantized_start)
-    ctx.value_error("quantized_range_elements",
-                    "in [16, " + std::to_string(b.row_elements - b.quantized_start) + "] or -1", b.quantized_elements);
+    ctx.value_error(range, "in [16, " + std::to_string(b.row_elements - b.quantized_start) + "] or -1",
+                    b.quantized_elements);
   if (b.residual_elements < 0 || b.residual_elements > b.quantized_elements)
     ctx.value_error("residual_elements", "in [0, " + std::to_string(b.quantized_elements) + "]", b.residual_elements);
   if (b.residual_elements == 0) return;
@@ -364,8 +365,7 @@ inline PageWork row_work(const Context& ctx, BufferSpec b, const Rows& rows, uin
                          uint8_t* scales, uint8_t* lossless) {
   const int64_t item = itemsize(b.dtype);
   b.rows = rows.inner;
-  if (b.rows > kMaxGroups / (b.row_elements / 4))
-    ctx.value_error("x", "fewer than 2^31 groups", b.rows * (b.row_elements / 16));
+  if (b.rows > max_rows(b)) ctx.value_error("rows", "at most " + std::to_string(max_rows(b)), b.rows);
   PageWork work;
   append_segments(b, hot, rows.outer_stride * item, rows.inner_stride * item,
                   {data, b.data_bytes(), scales, b.scale_bytes(), lossless, b.lossless_bytes()}, &work.segments);
@@ -391,7 +391,7 @@ Quantized quantize_rows(const Context& ctx, const Tensor& x, double global_scale
   b.quantized_elements = elements == -1 ? b.row_elements - start : elements;
   b.residual_start = residual_elements == 0 ? start : residual_start;
   b.residual_elements = residual_elements;
-  check_range(ctx, b);
+  check_range(ctx, b, "x (its last dimension)", "quantized_range_elements");
   b.global_scale = checked_global_scale(ctx, global_scale);
   Quantized out{
       torch::stable::new_empty(x, with_last(x, b.slots_per_row() * kGroupBytes), ScalarType::Byte),
@@ -436,7 +436,7 @@ Tensor dequantize_rows(const Context& ctx, const Tensor& data, const Tensor& sca
   b.quantized_elements = data.size(-1) * 2 - residual_elements;
   b.row_elements = b.quantized_elements + lossless.size(-1);
   b.residual_start = residual_elements == 0 ? start : residual_start;
-  check_range(ctx, b);
+  check_range(ctx, b, "the row of data and lossless", "data (its last dimension, in elements)");
   b.global_scale = checked_global_scale(ctx, global_scale);
   Tensor out = torch::stable::new_empty(data, with_last(data, b.row_elements), dtype);
   if (out.numel() == 0) return out;

@@ -65,17 +65,14 @@ struct HotGroup {
     return encode_residual_group(x, global);
   }
 
-  // With global scale 1: two elements an instruction, or the hardware's conversion where it exists.
+  // With global scale 1, two elements an instruction. Where the hardware converts E2M1, encode_any lets it.
   static constexpr bool kPacked = kType != DType::kFloat32 && !KVC_HARDWARE_E2M1;
 
-  static __device__ __forceinline__ Group encode_unit(const Raw& raw) {
+  static __device__ __forceinline__ Group encode_one(const uint8_t* from, bool unit, GlobalScale global) {
     if constexpr (kPacked) {
-      return encode_packed<P>(unpack(raw));
-    } else {
-      float x[kGroupSize];
-      to_float(raw, x);
-      return encode_group(x, {1.0f, 1.0f});
+      if (unit) return encode_packed<P>(unpack(load_raw(from)));
     }
+    return encode_any(from, global);
   }
 
   static __device__ __forceinline__ ResidualGroup encode_residual(const uint8_t* from, GlobalScale global) {
@@ -152,9 +149,7 @@ __device__ __forceinline__ void encode_tile(const Tile& tile, const uint8_t* inp
   const GlobalScale global = s.global;
   const uint32_t groups = e.end - e.first;
   const bool unit = Hot::kPacked && global.decode == 1.0f;
-  const auto encode = [&](const uint8_t* from) {
-    return unit ? Hot::encode_unit(Hot::load_raw(from)) : Hot::encode_any(from, global);
-  };
+  const auto encode = [&](const uint8_t* from) { return Hot::encode_one(from, unit, global); };
   const auto put_residual = [&](TileGroup at) {
     const ResidualGroup both = Hot::encode_residual(input + at.group * Hot::kBytes, global);
     put_group(data, scales, at.slot, both.main);
@@ -163,10 +158,10 @@ __device__ __forceinline__ void encode_tile(const Tile& tile, const uint8_t* inp
   if (s.residual_groups == 0) {
     if (unit)
       encode_in_order<kAtOnce>(input, data, scales, groups, lane, Hot::kBytes,
-                               [](const uint8_t* from) { return Hot::encode_unit(Hot::load_raw(from)); });
+                               [&](const uint8_t* from) { return Hot::encode_one(from, true, global); });
     else
       encode_in_order<1>(input, data, scales, groups, lane, Hot::kBytes,
-                         [&](const uint8_t* from) { return Hot::encode_any(from, global); });
+                         [&](const uint8_t* from) { return Hot::encode_one(from, false, global); });
   } else if (has_whole_rows(s)) {
     // Residual groups are a few of each row: counted off together, so that no lane idles beside them.
     const uint32_t residual = s.units_per_row.divide(groups) * s.residual_groups;

@@ -16,7 +16,7 @@
 namespace kvc::nvfp4 {
 namespace {
 
-constexpr int kSmallInline = 14 * 1024;  // 72 buffers, half of them with a lossless part, and a few hundred pages
+constexpr int kSmallInline = 14 * 1024;  // 72 segments and some three hundred pages
 constexpr int kLargeInline = 31 * 1024;  // kernel parameters end at 32,764 bytes
 
 // Blocks of device-memory moves are short-lived: the hardware keeps the chip full and neighbours close together.
@@ -154,7 +154,11 @@ struct Cursor {
         }
         segment = find(tile);  // before the slots are looked at: both loads are then under way together
         if (hot_slot >= 0 && hot_slot < h.hot_slots && cold_slot >= 0 && cold_slot < h.cold_slots) break;
-        index = index_of(++turn);  // a page that does not exist: its tiles go by one by one
+        // No such page: on to the warp's first turn that may lie behind it.
+        const int64_t stride = static_cast<int64_t>(blockDim.x / kWarp) << h.log_run;
+        const int64_t behind = page_begin + h.tiles_per_page - walk.first;
+        turn = max(turn + 1, behind > 0 ? (behind / stride) << h.log_run : int64_t{0});
+        index = index_of(turn);
         if (index >= walk.end) return false;
         count = 0;
       }
@@ -240,7 +244,6 @@ __device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Dir
 #pragma unroll 1
   while (more) {
     next.put(ColdRuns(following), memory.input, lane);
-    wait_async<0>();
     __syncwarp();
     tile = following;
     more = cursor.next(following);
@@ -325,6 +328,7 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
     grid.blocks = (h.total_tiles + tiles * grid.warps - 1) / (tiles * grid.warps);
   }
   grid.blocks = std::min({grid.blocks, (h.total_tiles + grid.warps - 1) / grid.warps, kMaxBlocks});
+  while (h.log_run > 0 && (int64_t{grid.warps} << h.log_run) > h.total_tiles / grid.blocks) --h.log_run;
   h.num_segments = static_cast<uint32_t>(work.segments.size());
   h.hot_slots = work.hot_slots;
   h.cold_slots = work.cold_slots;
@@ -383,7 +387,7 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
 bool has_aligned_data(const PageWork& work) {
   return std::all_of(work.segments.begin(), work.segments.end(), [&](const Segment& s) {
     return s.kind != SegmentKind::kQuantize || (reinterpret_cast<uintptr_t>(s.data) % kGroupBytes == 0 &&
-                                                (work.pages == 1 || s.data_stride % kGroupBytes == 0));
+                                                (work.cold_slots <= 1 || s.data_stride % kGroupBytes == 0));
   });
 }
 
@@ -428,7 +432,7 @@ Tensor nvfp4_dequantize(Tensor data, Tensor scales, Tensor lossless, ScalarType 
                          [&](PageWork work) { run<false>(ctx, std::move(work), false, false, 0, data, scope); });
 }
 
-// The address of `cold` for kernels on `device`; host memory must be pinned from end to end.
+// The address of `cold` for kernels on `device`; the first and the last byte of host memory must be pinned.
 uint8_t* device_address(const Context& ctx, const Tensor& cold, const Tensor& pool, bool* on_host) {
   auto* base = static_cast<uint8_t*>(cold.data_ptr());
   *on_host = !cold.is_cuda();

@@ -82,10 +82,6 @@ struct HotTile {
         groups ? s.row_pitch == int64_t{s.units_per_row.divisor} << (4 + log_chunks) : s.kind == SegmentKind::kBytes;
     if (linear) base += int64_t{first} << (4 + log_chunks);
   }
-  template <uint32_t kGroupBytesHot>
-  __device__ __forceinline__ const uint8_t* group(uint32_t i) const {
-    return base + (linear ? int64_t{i} * kGroupBytesHot : hot_offset(s, first + i, kGroupBytesHot));
-  }
   __device__ __forceinline__ uint8_t* scattered(uint32_t chunk) const {
     const uint32_t in_unit = chunk & ((1u << log_chunks) - 1u);
     return base + hot_offset(s, first + (chunk >> log_chunks), 16u << log_chunks) + in_unit * 16;
