@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -226,6 +227,11 @@ def baseline_rows(copy: float) -> list[Row]:
     return rows
 
 
+def repeat(run: Callable[[], Any], times: int) -> None:
+    for _ in range(times):
+        run()
+
+
 def packing_rows() -> list[Row]:
     rows: list[Row] = []
     case = Case(64, layers=1)
@@ -242,7 +248,7 @@ def packing_rows() -> list[Row]:
             text = f"{name}: 64 requests, 8 heads, 2,048 kept, {'cold' if cold else 'warm'} L2"
             rows.append({"case": text, **common.summary(times)})
         # Two events around one kernel measure themselves too; twenty in a graph show what one costs.
-        times = [t / 20 for t in common.gpu_times(lambda run=run: [run() for _ in range(20)], repeats=60)]
+        times = [t / 20 for t in common.gpu_times(partial(repeat, run, 20), repeats=60)]
         text = f"{name}: 64 requests, 8 heads, 2,048 kept, each of 20 in a graph"
         rows.append({"case": text, **common.summary(times), "bar_us": bar})
     empty = torch.zeros(1, device="cuda")
