@@ -399,7 +399,7 @@ class TestPages:
     def test_a_table_of_another_width_is_never_known(self) -> None:
         call = good_call()
         kvc.encode_pages_(**call)
-        with pytest.raises(ValueError, match="table must be PageLayout.table"):
+        with pytest.raises(ValueError, match=r"table must be PageLayout\.table"):
             kvc.encode_pages_(**(call | {"table": call["table"].view(-1, 6)}))
 
     def test_no_pages(self, device: torch.device) -> None:
