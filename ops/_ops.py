@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -21,11 +22,33 @@ def _define(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     name = schema.split("(", 1)[0]
     _library.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
 
+    parameters = [argument.name for argument in torch._C.parse_schema(f"{NAMESPACE}::{schema}").arguments]
+
     def register(fake: Callable[..., Any]) -> Callable[..., Any]:
-        torch.library.register_fake(f"{NAMESPACE}::{name}", fake, lib=_library)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            _refuse_part_meta(name, dict(zip(parameters, args, strict=False)) | kwargs)
+            return fake(*args, **kwargs)
+
+        torch.library.register_fake(f"{NAMESPACE}::{name}", checked, lib=_library)
         return fake
 
     return register
+
+
+# Read on the host by ops whose other tensors live on a device.
+_HOST_ARGUMENTS = ("table", "scales", "pairs")
+
+
+def _refuse_part_meta(name: str, arguments: dict[str, Any]) -> None:
+    """One meta tensor sends the whole call to the fake; beside real ones it would silently do nothing."""
+    kinds: dict[bool, str] = {}
+    for argument, value in arguments.items():
+        for tensor in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(tensor, torch.Tensor):
+                kinds.setdefault(tensor.device.type == "meta", argument)
+    if len(kinds) == 2 and not (kinds[False] in _HOST_ARGUMENTS and kinds[True] not in _HOST_ARGUMENTS):
+        op = name.split(".", 1)[0]
+        raise TypeError(f"{NAMESPACE}.{op}: {kinds[True]} must be on the device of {kinds[False]}, got meta")
 
 
 @_define(
@@ -164,6 +187,11 @@ if torch.version.cuda is not None:
 ops = getattr(torch.ops, NAMESPACE)
 
 
+_SCHEMA_MISMATCH = re.compile(
+    rf"{NAMESPACE}::(\w+)\(\) Expected a value of type '(.+)' for argument '(\w+)' but instead found type '(.+)'"
+)
+
+
 def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run an op and give its argument errors their Python type.
 
@@ -176,6 +204,9 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
     except RuntimeError as error:
         text = str(error).split("\n", 1)[0]
+        if mismatch := _SCHEMA_MISMATCH.match(text):
+            op_name, wanted, argument, found = mismatch.groups()
+            raise TypeError(f"{NAMESPACE}.{op_name}: {argument} must be a {wanted}, got a {found}") from None
         if not text.startswith(f"{NAMESPACE}."):
             raise
         kind = NotImplementedError if " must be one of the built architectures" in text else TypeError

@@ -575,3 +575,22 @@ def test_triton_kernels_under_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.strip().endswith("cases agree")
+
+
+def test_outputs_that_share_memory() -> None:
+    kept = torch.tensor([[[0, 2, 5, 6]]] * 2, dtype=torch.int32)
+    lengths, dense_offsets, swa_offsets = (
+        torch.tensor(v, dtype=torch.int32) for v in ([8, 7], [0, 5, 9], [0, 3, 5])
+    )
+    arguments = (kept, lengths, dense_offsets, swa_offsets, 2, 2, 2, 9, 5)
+    dense, swa = torch.full((2, 9), 77, dtype=torch.int32), torch.full((2, 5), 77, dtype=torch.int32)
+    both = torch.full((32,), 77, dtype=torch.int32)
+    cases = [
+        (dense, swa[:1].expand(2, 5), "swa must be free of elements that share memory"),
+        (both[:18].view(2, 9), both[12:22].view(2, 5), "swa must be apart from dense"),
+    ]
+    for first, second, text in cases:
+        with pytest.raises(ValueError, match=f"^kvc.pack_move_sources: {text}"):
+            kvc.pack_move_sources(*arguments, dense=first, swa=second)
+        assert int(first.min()) == 77
+        assert int(second.min()) == 77

@@ -712,6 +712,23 @@ class TestBadInput:
             torch.ops.kvc.encode_pages_(**call)
         same_bytes(call["cold"], before)
 
+    @pytest.mark.parametrize("argument", ["cold", "pools", "pairs", "table", "scales"])
+    def test_a_meta_tensor_among_real_ones(self, argument: str) -> None:
+        call = good_call()
+        before = call["cold"].clone()
+        value = call[argument]
+        wrong = [value[0], value[1].to("meta"), *value[2:]] if argument == "pools" else value.to("meta")
+        with pytest.raises(TypeError, match=r"kvc.encode_pages_: \w+ must be on the device of \w+, got meta"):
+            kvc.encode_pages_(**(call | {argument: wrong}))
+        same_bytes(call["cold"], before)
+
+    def test_arguments_of_another_python_type(self) -> None:
+        wrong: Any = [1.0]
+        with pytest.raises(TypeError, match=r"^kvc.nvfp4_quantize: x must be a Tensor, got a list$"):
+            kvc.nvfp4_quantize(wrong)
+        with pytest.raises(TypeError, match=r"^kvc.encode_pages_: max_ctas must be a int, got a str$"):
+            kvc.encode_pages_(**(good_call() | {"max_ctas": "many"}))
+
     def test_decode_names_its_own_destinations(self, device: torch.device) -> None:
         call = good_call(device)
         call["pairs"] = torch.tensor([[4, 3], [4, 2]], dtype=torch.int32)

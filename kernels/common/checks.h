@@ -2,8 +2,11 @@
 // "kvc.<op>: <argument> must be <expected>, got <actual>".
 #pragma once
 
+#include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -74,6 +77,38 @@ struct Context {
   static std::string describe(int64_t got) { return std::to_string(got); }
   static std::string describe(double got) { return std::to_string(got); }
 };
+
+// Whether two elements of a tensor may share memory: ordered by stride, a dimension must step over those below it.
+inline bool may_overlap(const Tensor& tensor) {
+  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  std::vector<std::pair<int64_t, int64_t>> dims;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) return false;
+    if (sizes[i] > 1) dims.emplace_back(strides[i], sizes[i]);
+  }
+  std::sort(dims.begin(), dims.end());
+  int64_t reach = 0;
+  for (const auto& [stride, size] : dims) {
+    if (stride <= reach) return true;
+    reach += stride * (size - 1);
+  }
+  return false;
+}
+
+// Whether the memory between the first and the last element of one tensor meets that of another.
+inline bool may_alias(const Tensor& a, const Tensor& b) {
+  const auto range = [](const Tensor& t) {
+    int64_t last = 0;
+    for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+    const auto begin = reinterpret_cast<uintptr_t>(t.data_ptr());
+    return std::make_pair(
+        begin,
+        t.numel() == 0 ? begin : begin + static_cast<uintptr_t>((last + 1) * static_cast<int64_t>(t.element_size())));
+  };
+  const auto [a_begin, a_end] = range(a);
+  const auto [b_begin, b_end] = range(b);
+  return std::max(a_begin, b_begin) < std::min(a_end, b_end);
+}
 
 inline bool is_float(ScalarType type) {
   return type == ScalarType::Half || type == ScalarType::BFloat16 || type == ScalarType::Float ||

@@ -107,8 +107,7 @@ inline Pool read_pool(const Context& ctx, const Tensor& tensor, size_t index, co
     bytes[d] = sizes[d] > 1 ? strides[d] * item : 0;
     empty = empty || sizes[d] == 0;
   }
-  for (int d = 0; d < 4 && !empty; ++d)
-    if (sizes[d] > 1 && strides[d] == 0) reject("free of elements that share memory");
+  if (may_overlap(tensor)) reject("free of elements that share memory");
   if (sizes[1] * sizes[2] >= INT32_MAX) reject("fewer than 2^31 planes times heads");
   Pool p;
   p.base = static_cast<uint8_t*>(tensor.data_ptr());
@@ -374,6 +373,19 @@ inline void check_output(const Context& ctx, const Tensor& out, const char* argu
   ctx.value_error(argument, "int32 [" + text + "]", Context::describe_shape(out));
 }
 
+// Outputs must not share memory with each other, within themselves, or with the decision they are computed from.
+inline void check_apart(const Context& ctx, const Tensor& kept,
+                        std::initializer_list<std::pair<const char*, Tensor>> outputs) {
+  for (auto out = outputs.begin(); out != outputs.end(); ++out) {
+    if (may_overlap(out->second))
+      ctx.value_error(out->first, "free of elements that share memory", Context::describe_shape(out->second));
+    if (may_alias(out->second, kept)) ctx.value_error(out->first, "apart from kept", "memory that kept lies in");
+    for (auto other = outputs.begin(); other != out; ++other)
+      if (may_alias(out->second, other->second))
+        ctx.value_error(out->first, std::string("apart from ") + other->first, "memory that it lies in");
+  }
+}
+
 // An output given by the caller. The kernels write contiguous tensors; any other gets the copy of one.
 class Output {
  public:
@@ -403,6 +415,7 @@ void move_sources_out(const Context& ctx, const Tensor& kept, const Packing& p, 
                       Run&& run) {
   check_output(ctx, dense, "dense", p.sizes, Home(kept));
   check_output(ctx, swa, "swa", p.side_sizes, Home(kept));
+  check_apart(ctx, kept, {{"dense", dense}, {"swa", swa}});
   Output outputs[2] = {{dense, p.sizes}, {swa, p.side_sizes}};
   run(p, outputs[0].data(), nullptr, outputs[1].data());
   for (Output& output : outputs) output.finish();
@@ -423,6 +436,7 @@ void fill_moves_out(const Context& ctx, const Tensor& kept, const Packing& p, co
   check_output(ctx, sources, "sources", p.sizes, Home(kept));
   check_output(ctx, destinations, "destinations", p.sizes, Home(kept));
   check_output(ctx, tail_sources, "tail_sources", p.side_sizes, Home(kept));
+  check_apart(ctx, kept, {{"sources", sources}, {"destinations", destinations}, {"tail_sources", tail_sources}});
   Output outputs[3] = {{sources, p.sizes}, {destinations, p.sizes}, {tail_sources, p.side_sizes}};
   run(p, outputs[0].data(), outputs[1].data(), outputs[2].data());
   for (Output& output : outputs) output.finish();
