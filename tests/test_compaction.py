@@ -17,7 +17,6 @@ from torch import Tensor
 BF16, U8, E4M3 = torch.bfloat16, torch.uint8, torch.float8_e4m3fn
 ops: Any = kvc  # called with unpacked arguments, which a type checker cannot follow
 CUDA = torch.cuda.is_available()
-needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 DEVICES = ["cpu", "cuda"] if CUDA else ["cpu"]
 
 
@@ -720,7 +719,6 @@ class TestErrors:
             torch.ops.kvc.compact_pages_(**given)
         assert f"kvc.compact_pages_: {text}" in str(raw.value)
 
-    @needs_cuda
     @pytest.mark.cuda
     @pytest.mark.parametrize("name", ["page_table", "sources", "offsets", "bases"])
     def test_devices(self, name: str) -> None:
@@ -803,7 +801,6 @@ class TestFramework:
             assert torch.equal(storage(check(device, pools, *rest)[0]), storage(first[0]))
 
 
-@needs_cuda
 @pytest.mark.cuda
 class TestCuda:
     def test_graph_replay_reads_new_contents(self) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 F16, BF16, F32, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 DTYPES = [F16, BF16, F32, E4M3]
 CUDA = torch.cuda.is_available()
-needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA GPU")
 
 
 def dtype_name(value: object) -> str | None:
@@ -331,7 +330,6 @@ class TestPages:
         round_trip(LAYOUTS[name], device, device, device, gap=5, shift=1)
         round_trip(LAYOUTS[name], device, device, device, gap=8, shift=8)
 
-    @needs_cuda
     @pytest.mark.cuda
     @pytest.mark.parametrize("name", LAYOUTS)
     def test_pinned_cold_rows(self, name: str) -> None:
@@ -381,7 +379,6 @@ class TestPages:
             kvc.encode_pages_(cold, pools, pairs.to(where), layout.table, layout.scales)
             same_bytes(cold, expected)
 
-    @needs_cuda
     @pytest.mark.cuda
     @pytest.mark.parametrize("max_ctas", [0, 1, 3])
     def test_missing_pages_among_many(self, max_ctas: int) -> None:
@@ -846,7 +843,6 @@ class TestBadInput:
                 kvc.nvfp4_dequantize(*arguments)
             assert str(caught.value).startswith(f"kvc.nvfp4_dequantize: {text}"), str(caught.value)
 
-    @needs_cuda
     @pytest.mark.cuda
     def test_devices(self) -> None:
         host, device = good_call("cpu"), good_call("cuda")
@@ -871,7 +867,6 @@ class TestBadInput:
         finally:
             torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(part.data_ptr())))
 
-    @needs_cuda
     @pytest.mark.cuda
     def test_device_pairs_out_of_range_are_skipped(self) -> None:
         call = good_call("cuda")
@@ -881,7 +876,6 @@ class TestBadInput:
         kvc.encode_pages_(**(call | {"pairs": torch.tensor(wild, dtype=torch.int32, device="cuda")}))
         same_bytes(call["cold"], expected)
 
-    @needs_cuda
     @pytest.mark.cuda
     @pytest.mark.usefixtures("debug_mode")
     def test_debug_mode_reads_device_pairs(self) -> None:
@@ -941,7 +935,6 @@ class TestOperators:
             same_bytes(a, e)
 
 
-@needs_cuda
 @pytest.mark.cuda
 class TestCuda:
     @pytest.mark.parametrize("cold_device", ["cuda", "pinned"])
