@@ -23,8 +23,10 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 # The PTX runs, by way of the driver's compiler, on every architecture that has no machine code here.
 CUDA_ARCHS = ("80", "86", "89", "90a", "100f", "120f", "80+PTX")
-# Triton kernels, compiled ahead of time to machine code that the CUDA library carries.
+# Kernels compiled ahead of time to machine code that the CUDA library carries.
 TRITON_MODULES = ("kernels/compaction/pack.py",)
+CUTE_MODULES: tuple[str, ...] = ()
+CUTE_ARCHS = ("90a", "100f")
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11
 PYTHON_LIMITED_API = "0x030a0000"  # 3.10
 
@@ -131,7 +133,7 @@ class BuildExtension(build_ext):
                 known.write_text(digest)
             return str(output)
 
-        sources = [*ext.sources, compiled_triton(temp)] if cuda else ext.sources
+        sources = [*ext.sources, compiled_kernels(temp)] if cuda else ext.sources
         with ThreadPoolExecutor(jobs) as pool:
             objects = list(pool.map(compile_one, sources))
         target = Path(self.get_ext_fullpath(ext.name))
@@ -159,16 +161,15 @@ def cuda_targets() -> tuple[list[str], str]:
     return flags, ", ".join("sm_" + arch for arch in archs)
 
 
-def compiled_triton(folder: Path) -> str:
-    """A C++ file with the machine code of the Triton kernels, one set for each major architecture."""
+def compiled_kernels(folder: Path) -> str:
+    """A C++ file with the machine code of the Triton and CuTe DSL kernels."""
     output = folder / "compiled.cpp"
     majors = sorted({int("".join(filter(str.isdigit, arch))) // 10 * 10 for arch in cuda_archs()})
-    script, modules = (
-        ROOT / "kernels" / "common" / "aot.py",
-        [str(ROOT / module) for module in TRITON_MODULES],
-    )
+    command = [sys.executable, str(ROOT / "kernels" / "common" / "aot.py"), str(output)]
+    command += ["--triton", ";".join(map(str, majors)), *(str(ROOT / module) for module in TRITON_MODULES)]
+    command += ["--cute", ";".join(arch for arch in CUTE_ARCHS if arch in cuda_archs())]
+    command += [str(ROOT / module) for module in CUTE_MODULES]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "triton"), "TRITON_DISABLE_LINE_INFO": "1"}
-    command = [sys.executable, str(script), str(output), ";".join(map(str, majors)), *modules]
     subprocess.run(command, check=True, env=environment)
     return str(output)
 

@@ -1,20 +1,41 @@
-"""Compiles Triton kernels ahead of time, without a GPU, into one C++ file of cubins.
+"""Compiles Triton and CuTe DSL kernels ahead of time, without a GPU, into one C++ file of machine code.
 
-``python aot.py OUTPUT.cpp "80;90" MODULE.py ...``: every kernel in a module's ``AOT`` becomes a
-``const kvc::CompiledKernel kvc::compiled::<its name>`` (kernels/common/compiled.h) with machine code for each
-of the compute capabilities and PTX of 8.0, which the driver of any other GPU compiles.
+``python aot.py OUTPUT.cpp --triton "80;90" MODULE.py ... --cute "90a;100f" MODULE.py ...``
+
+A Triton module lists its kernels in ``AOT``: name -> {"kernel", "signature", "constants", "warps"}. Each gets machine
+code for the given compute capabilities, and PTX of 8.0 which the driver of any other GPU compiles.
+A CuTe DSL module lists its kernels in ``CUTE``: name -> (an object to ``cute.compile``, example arguments), where the
+object launches one kernel. Each gets machine code for the given targets only: other GPUs need another kernel.
+The result holds a ``const kvc::CompiledKernel kvc::compiled::<name>`` (kernels/common/compiled.h) for each.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import json
+import os
+import re
+import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 TRITON = (3, 6)
 PTX_OF = 80
+ANY = 10_000
+
+
+@dataclass
+class Image:
+    first: int  # of the compute capabilities that it runs on, as 10 * major + minor
+    last: int
+    shared: int
+    threads: int
+    entry: str
+    data: bytes
 
 
 def load(path: Path) -> ModuleType:
@@ -27,52 +48,98 @@ def load(path: Path) -> ModuleType:
     return module
 
 
-def compile_kernel(kernel: Any, description: dict[str, Any], capability: int) -> Any:
+def triton_image(name: str, description: dict[str, Any], capability: int) -> Image:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    constants = description["constants"]
+    kernel, constants = description["kernel"], description["constants"]
     source = ASTSource(
         kernel,
         signature={**description["signature"], **dict.fromkeys(constants, "constexpr")},
-        constexprs={(kernel.arg_names.index(name),): value for name, value in constants.items()},
+        constexprs={(kernel.arg_names.index(argument),): value for argument, value in constants.items()},
     )
-    options = {"num_warps": description["warps"]}
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    options = {"num_warps": description["warps"], "num_stages": description.get("stages", 3)}
+    compiled = triton.compile(source, target=GPUTarget("cuda", capability or PTX_OF, 32), options=options)
     metadata = compiled.metadata
     if list(source.signature) != kernel.arg_names:
-        raise SystemExit(f"kvc: the signature of {kernel.__name__} does not follow its arguments")
+        raise SystemExit(f"kvc: the signature of {name} does not follow its arguments")
     if metadata.global_scratch_size or metadata.profile_scratch_size:
-        raise SystemExit(f"kvc: {kernel.__name__} needs scratch memory, which the loader does not give")
+        raise SystemExit(f"kvc: {name} needs scratch memory, which the loader does not give")
     if metadata.num_warps != description["warps"]:
-        raise SystemExit(f"kvc: {kernel.__name__} got {metadata.num_warps} warps, not the described ones")
+        raise SystemExit(f"kvc: {name} got {metadata.num_warps} warps, not the described ones")
     if metadata.shared > 48 << 10:
-        raise SystemExit(f"kvc: {kernel.__name__} needs {metadata.shared} > 48 Ki bytes of shared memory")
-    return compiled
+        raise SystemExit(f"kvc: {name} needs {metadata.shared} > 48 Ki bytes of shared memory")
+    # Triton compiles for "a" targets from 9.0 on, whose code runs on that very capability only; before, code runs on
+    # later minors too.
+    last = capability if capability >= 90 else capability // 10 * 10 + 9
+    data = compiled.asm["cubin"] if capability else compiled.asm["ptx"].encode() + b"\0"
+    return Image(
+        capability, last if capability else ANY, metadata.shared, 32 * metadata.num_warps, metadata.name, data
+    )
 
 
-def array(name: str, data: bytes) -> str:
-    lines = [",".join(map(str, data[i : i + 32])) for i in range(0, len(data), 32)]
-    return f"alignas(16) const unsigned char {name}[] = {{\n" + ",\n".join(lines) + "};\n"
+def cute_images(module: Path, arch: str, folder: Path) -> dict[str, Image]:
+    """In a process of its own, because the DSL takes its target from the environment when it is imported."""
+    folder.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "CUTE_DSL_ARCH": f"sm_{arch}"}
+    subprocess.run(
+        [sys.executable, __file__, "--cute-worker", str(module), arch],
+        cwd=folder,
+        env=environment,
+        check=True,
+    )
+    number = int("".join(filter(str.isdigit, arch)))
+    last = number // 10 * 10 + 9 if arch.endswith("f") else number
+    images = {}
+    for name, (entry, threads) in json.loads((folder / "kernels.json").read_text()).items():
+        images[name] = Image(number, last, 0, threads, entry, (folder / f"{name}.cubin").read_bytes())
+    return images
 
 
-def emit(kernel: Any, description: dict[str, Any], capabilities: list[int]) -> str:
-    name, threads = kernel.__name__, 32 * description["warps"]
-    arrays, images = [], []
-    for capability in [*capabilities, 0]:  # 0: PTX
-        compiled = compile_kernel(kernel, description, capability or PTX_OF)
-        data = compiled.asm["cubin"] if capability else compiled.asm["ptx"].encode() + b"\0"
-        shared = compiled.metadata.shared
-        arrays.append(array(f"{name}_{capability}", data))
-        images.append(f"{{{capability}, {shared}, {name}_{capability}}}")
+def cute_worker(module: Path, arch: str) -> None:
+    import cutlass.cute as cute
+
+    kernels = {}
+    for name, (kernel, arguments) in load(module).CUTE.items():
+        options = f"--gpu-arch sm_{arch} --keep-cubin --keep-ptx"
+        artifacts = cute.compile(kernel, *arguments, options=options).artifacts
+        entries = re.findall(
+            r"\.entry (\w+)\(.*?\.reqntid (\d+)(?:, (\d+))?(?:, (\d+))?", artifacts.PTX, re.S
+        )
+        if len(entries) != 1:
+            raise SystemExit(f"kvc: {name} must launch one kernel, got {len(entries)}")
+        entry, *block = entries[0]
+        threads = 1
+        for extent in block:
+            threads *= int(extent or 1)
+        kernels[name] = (entry, threads)
+        Path(f"{name}.cubin").write_bytes(artifacts.CUBIN)
+    Path("kernels.json").write_text(json.dumps(kernels))
+
+
+def emit(name: str, images: list[Image]) -> str:
+    arrays, rows = [], []
+    for i, image in enumerate(images):
+        if image.threads != images[0].threads:
+            raise SystemExit(f"kvc: {name} has blocks of different sizes")
+        lines = [",".join(map(str, image.data[at : at + 32])) for at in range(0, len(image.data), 32)]
+        arrays.append(
+            f"alignas(16) const unsigned char {name}_{i}[] = {{\n" + ",\n".join(lines) + "};\n",
+        )
+        rows.append(f'{{{image.first}, {image.last}, {image.shared}, {name}_{i}, "{image.entry}"}}')
     # Constants are local to a file unless declared extern first.
     table = f"extern const CompiledKernel {name};\n"
-    table += f'const CompiledKernel {name}{{"{name}", {threads}, {{{", ".join(images)}}}}};\n'
+    table += f'const CompiledKernel {name}{{"{name}", {images[0].threads}, {{{", ".join(rows)}}}}};\n'
     return "namespace {\n" + "".join(arrays) + "}  // namespace\n" + table
 
 
-def main(output: str, capabilities: str, *modules: str) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--triton", nargs="+", default=[""])
+    parser.add_argument("--cute", nargs="+", default=[""])
+    arguments = parser.parse_args()
     needed = f"kvc: the CUDA build needs triton >= {TRITON[0]}.{TRITON[1]}"
     try:
         import triton
@@ -80,14 +147,27 @@ def main(output: str, capabilities: str, *modules: str) -> None:
         raise SystemExit(f"{needed} ({error})") from None
     if tuple(map(int, triton.__version__.split(".")[:2])) < TRITON:
         raise SystemExit(f"{needed}, found {triton.__version__}")
+    kernels: dict[str, list[Image]] = {}
+    capabilities, *modules = arguments.triton
+    for path in modules:
+        for name, description in load(Path(path)).AOT.items():
+            wanted = [*sorted(map(int, capabilities.split(";"))), 0]  # 0: PTX
+            kernels[name] = [triton_image(name, description, capability) for capability in wanted]
+    archs, *modules = arguments.cute
+    for path in map(Path, modules):
+        for arch in filter(None, archs.split(";")):
+            folder = arguments.output.parent / "cute" / path.parent.name / path.stem / arch
+            for name, image in cute_images(path.resolve(), arch, folder).items():
+                kernels.setdefault(name, []).append(image)
     text = (
         '// Generated by kernels/common/aot.py.\n#include "common/compiled.h"\n\nnamespace kvc::compiled {\n'
     )
-    for path in modules:
-        for kernel, description in load(Path(path)).AOT.items():
-            text += emit(kernel, description, sorted(map(int, capabilities.split(";"))))
-    Path(output).write_text(text + "}  // namespace kvc::compiled\n")
+    text += "".join(emit(name, images) for name, images in kernels.items())
+    arguments.output.write_text(text + "}  // namespace kvc::compiled\n")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    if sys.argv[1:2] == ["--cute-worker"]:
+        cute_worker(Path(sys.argv[2]), sys.argv[3])
+    else:
+        main()

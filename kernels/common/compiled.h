@@ -6,15 +6,16 @@
 namespace kvc {
 
 struct KernelImage {
-  int capability;  // 10 * major + minor, or 0 for PTX
+  int first, last;  // the compute capabilities it runs on, as 10 * major + minor
   int shared_bytes;
   const unsigned char* data;
+  const char* entry;
 };
 
 struct CompiledKernel {
   const char* name;
   int threads;
-  std::vector<KernelImage> images;  // PTX comes last
+  std::vector<KernelImage> images;  // in order of preference
 };
 
 }  // namespace kvc

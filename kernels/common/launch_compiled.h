@@ -9,25 +9,45 @@
 
 namespace kvc {
 
+// The shape of a launch. Triton's kernels know their shared memory; CuTe's have no other than `dynamic_shared` bytes.
+struct LaunchShape {
+  dim3 grid;
+  int dynamic_shared = 0;
+  int cluster = 1;
+};
+
 // One compiled kernel on every device of this process. A static object per kernel; loading happens at the first launch.
 class KernelLoader {
  public:
   explicit KernelLoader(const CompiledKernel& kernel) : kernel_(kernel) {}
 
-  // `arguments` are the kernel's, in order and of its types.
+  // Whether the kernel has code for a GPU of this compute capability.
+  bool supports(int major, int minor) const { return image_for(major, minor) != nullptr; }
+
+  // `arguments` are the kernel's, in order and of its types. Triton's kernels end in two pointers to scratch memory,
+  // which aot.py makes sure they do not use: pass `nullptr` for both, as launch_triton does.
   template <typename... Arguments>
-  void launch(const Context& ctx, int device, dim3 grid, cudaStream_t stream, Arguments... arguments) {
-    static_assert(((std::is_pointer_v<Arguments> || std::is_same_v<Arguments, int32_t>) && ...));
+  void launch(const Context& ctx, int device, const LaunchShape& shape, cudaStream_t stream, Arguments... arguments) {
+    static_assert(((std::is_trivially_copyable_v<Arguments>) && ...));
     const Loaded& loaded = on(ctx, device);
-    // Triton's kernels end in two pointers to scratch memory; aot.py refuses kernels that use any.
-    void* scratch = nullptr;
-    void* all[] = {&arguments..., &scratch, &scratch};
+    void* all[] = {&arguments...};
     cudaLaunchConfig_t config{};
-    config.gridDim = grid;
+    config.gridDim = shape.grid;
     config.blockDim = dim3(static_cast<unsigned>(kernel_.threads));
-    config.dynamicSmemBytes = static_cast<size_t>(loaded.shared_bytes);
+    config.dynamicSmemBytes = static_cast<size_t>(loaded.shared_bytes + shape.dynamic_shared);
     config.stream = stream;
+    cudaLaunchAttribute cluster;
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    config.attrs = &cluster;
+    config.numAttrs = shape.cluster > 1 ? 1 : 0;
     cuda_check(cudaLaunchKernelExC(&config, loaded.function, all), kernel_.name);
+  }
+
+  template <typename... Arguments>
+  void launch_triton(const Context& ctx, int device, dim3 grid, cudaStream_t stream, Arguments... arguments) {
+    void* scratch = nullptr;
+    launch(ctx, device, LaunchShape{grid}, stream, arguments..., scratch, scratch);
   }
 
  private:
@@ -36,40 +56,48 @@ class KernelLoader {
     int shared_bytes = 0;
   };
 
+  const KernelImage* image_for(int major, int minor) const {
+    const int capability = 10 * major + minor;
+    for (const KernelImage& image : kernel_.images)
+      if (image.first <= capability && capability <= image.last) return &image;
+    return nullptr;
+  }
+
   const Loaded& on(const Context& ctx, int device) {
     std::call_once(once_[device], [&] { loaded_[device] = load(ctx, device); });
     return loaded_[device];
   }
 
   Loaded load(const Context& ctx, int device) {
-    int major = 0, minor = 0;
+    int major = 0, minor = 0, most_shared = 0;
     cuda_check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
     cuda_check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "cudaDeviceGetAttribute");
-    const KernelImage* image = &kernel_.images.back();
-    for (const KernelImage& candidate : kernel_.images)
-      if (runs_on(candidate.capability, 10 * major + minor)) image = &candidate;
+    cuda_check(cudaDeviceGetAttribute(&most_shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               "cudaDeviceGetAttribute");
+    const auto refuse = [&]() -> std::runtime_error {
+      return std::runtime_error(std::string("kvc.") + ctx.op + ": the GPU must be one of the built architectures (" +
+                                KVC_CUDA_ARCHS + "), got sm_" + std::to_string(major) + std::to_string(minor));
+    };
+    const KernelImage* image = image_for(major, minor);
+    if (image == nullptr) throw refuse();
     // Loading inside a capture is not part of what is captured.
     cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     cuda_check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
     cudaLibrary_t library{};
     cudaKernel_t function{};
     cudaError_t status = cudaLibraryLoadData(&library, image->data, nullptr, nullptr, 0, nullptr, nullptr, 0);
-    if (status == cudaSuccess) status = cudaLibraryGetKernel(&function, library, kernel_.name);
+    if (status == cudaSuccess) status = cudaLibraryGetKernel(&function, library, image->entry);
+    if (status == cudaSuccess && image->shared_bytes == 0)
+      status =
+          cudaKernelSetAttributeForDevice(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most_shared, device);
     (void)cudaThreadExchangeStreamCaptureMode(&mode);
     if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidPtx ||
         status == cudaErrorUnsupportedPtxVersion) {
       (void)cudaGetLastError();
-      throw std::runtime_error(std::string("kvc.") + ctx.op + ": the GPU must be one of the built architectures (" +
-                               KVC_CUDA_ARCHS + "), got sm_" + std::to_string(major) + std::to_string(minor));
+      throw refuse();
     }
     cuda_check(status, "cudaLibraryLoadData");
     return {reinterpret_cast<const void*>(function), image->shared_bytes};
-  }
-
-  // Triton compiles for "a" targets from 9.0 on, whose code runs on that very capability only; before, code runs on
-  // later minors too.
-  static bool runs_on(int compiled, int device) {
-    return compiled >= 90 ? compiled == device : compiled / 10 == device / 10 && compiled <= device;
   }
 
   const CompiledKernel& kernel_;

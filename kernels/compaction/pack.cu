@@ -4,7 +4,7 @@
 #include "compaction/arguments.h"
 
 namespace kvc::compiled {
-extern const CompiledKernel pack_move_sources_kernel, pack_fill_moves_kernel;
+extern const CompiledKernel pack_move_sources, pack_fill_moves;
 }
 
 namespace kvc::compaction {
@@ -21,27 +21,27 @@ int64_t clearing_programs(const Packing& p, int64_t columns) {
 }
 
 void pack_sources(const Context& ctx, const Packing& p, int32_t* dense, int32_t* swa, const DeviceScope& scope) {
-  static KernelLoader kernel(compiled::pack_move_sources_kernel);
+  static KernelLoader kernel(compiled::pack_move_sources);
   const int64_t side_rows = p.side_offsets ? p.side_rows : 0;
   // As many programs a request as its usual moves need: K, or the window. The tail is a second round of some.
   const int64_t usual = std::max(p.kept_count, side_rows ? p.window : 0);
   const int64_t blocks = std::clamp<int64_t>((usual + kBlock - 1) / kBlock, 1, INT32_MAX / (p.requests + kClearing));
   const int64_t programs = (p.requests + clearing_programs(p, blocks * kBlock)) * blocks;
   const dim3 grid(static_cast<unsigned>(programs), static_cast<unsigned>(std::min(p.rows + side_rows, kMaxRows)));
-  kernel.launch(ctx, scope.device, grid, scope.stream, p.kept, p.valid_lengths, p.offsets,
-                side_rows ? p.side_offsets : p.offsets, dense, swa, int32(p.requests), int32(p.decision_rows),
-                int32(p.kept_count), int32(p.window), int32(p.rows), int32(p.total), int32(side_rows),
-                int32(p.side_total), int32(blocks));
+  kernel.launch_triton(ctx, scope.device, grid, scope.stream, p.kept, p.valid_lengths, p.offsets,
+                       side_rows ? p.side_offsets : p.offsets, dense, swa, int32(p.requests), int32(p.decision_rows),
+                       int32(p.kept_count), int32(p.window), int32(p.rows), int32(p.total), int32(side_rows),
+                       int32(p.side_total), int32(blocks));
 }
 
 void pack_fills(const Context& ctx, const Packing& p, int32_t* sources, int32_t* destinations, int32_t* tail,
                 const DeviceScope& scope) {
-  static KernelLoader kernel(compiled::pack_fill_moves_kernel);
+  static KernelLoader kernel(compiled::pack_fill_moves);
   const dim3 grid(static_cast<unsigned>(p.requests + clearing_programs(p, kBlock)),
                   static_cast<unsigned>(std::min(p.rows + p.side_rows, kMaxRows)));
-  kernel.launch(ctx, scope.device, grid, scope.stream, p.kept, p.valid_lengths, p.bases, p.offsets, p.side_offsets,
-                sources, destinations, tail, int32(p.requests), int32(p.decision_rows), int32(p.kept_count),
-                int32(p.rows), int32(p.total), int32(p.side_rows), int32(p.side_total));
+  kernel.launch_triton(ctx, scope.device, grid, scope.stream, p.kept, p.valid_lengths, p.bases, p.offsets,
+                       p.side_offsets, sources, destinations, tail, int32(p.requests), int32(p.decision_rows),
+                       int32(p.kept_count), int32(p.rows), int32(p.total), int32(p.side_rows), int32(p.side_total));
 }
 
 // Debug mode: the same packing in terms of host copies.

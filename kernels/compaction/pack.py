@@ -236,7 +236,8 @@ def pack_fill_moves_kernel(
 
 # What kernels/common/aot.py compiles: signatures in argument order, constants by name.
 AOT = {
-    pack_move_sources_kernel: {
+    "pack_move_sources": {
+        "kernel": pack_move_sources_kernel,
         "signature": {
             **dict.fromkeys(
                 ("kept", "valid_lengths", "dense_offsets", "swa_offsets", "dense", "swa"), "*i32"
@@ -247,7 +248,8 @@ AOT = {
         "constants": {"BLOCK": BLOCK},
         "warps": THREADS // 32,
     },
-    pack_fill_moves_kernel: {
+    "pack_fill_moves": {
+        "kernel": pack_fill_moves_kernel,
         "signature": {
             **dict.fromkeys(("kept", "valid_lengths", "bases", "fill_offsets", "tail_offsets"), "*i32"),
             **dict.fromkeys(("sources", "destinations", "tail_sources"), "*i32"),
