@@ -239,8 +239,8 @@ setup(
     # pip installs these into its isolated environment, and only when CUDA is built.
     setup_requires=["triton~=3.6.0"] if len(EXTENSIONS) > 1 else [],
     cmdclass={"build_ext": BuildExtension},
-    packages=["kvc", "kvc.include", "kvc.reference"],
-    package_dir={"kvc": "ops", "kvc.include": "include"},
+    packages=["kvc", "kvc.include", "kvc.methods", "kvc.reference"],
+    package_dir={"kvc": "ops", "kvc.include": "include", "kvc.methods": "methods"},
     package_data={"kvc": ["py.typed", "*.pyi"], "kvc.include": ["kvc/*.h"]},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )
