@@ -51,7 +51,7 @@ $(VENV)/torch:
 	@if ! $(BIN)/python -c 'from importlib.metadata import version; import sys; \
 	  sys.exit(tuple(map(int, version("torch").split(".")[:2])) < (2, 11))' 2>/dev/null; \
 	then set -x; $(PYTHON) -m venv --clear $(VENV) && $(BIN)/python -m pip install -q '$(TORCH)'; fi
-	$(BIN)/python -m pip install -q 'setuptools>=77'
+	$(BIN)/python -m pip install -q 'pybind11>=2.13' 'setuptools>=77'
 	@if PATH="$$PATH:$${CUDA_HOME:-/usr/local/cuda}/bin" command -v nvcc >/dev/null && ! $(BIN)/python -c 'import triton' 2>/dev/null; \
 	then set -x; $(BIN)/python -m pip install -q 'triton~=3.6.0'; fi
 	@touch $@
