@@ -243,6 +243,7 @@ def extensions() -> list[Extension]:
                 "kernels/nvfp4/nvfp4_cpu.cpp",
                 "kernels/nvfp4/tiles_cpu.cpp",
                 "kernels/compaction/compaction_cpu.cpp",
+                "kernels/topk/topk_cpu.cpp",
             ],
             py_limited_api=True,
         ),
@@ -259,6 +260,8 @@ def extensions() -> list[Extension]:
                     "kernels/nvfp4/nvfp4.cu",
                     "kernels/compaction/compaction.cu",
                     "kernels/compaction/pack.cu",
+                    "kernels/topk/select.cu",
+                    "kernels/topk/topk.cu",
                 ],
                 py_limited_api=True,
             )

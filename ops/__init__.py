@@ -17,6 +17,7 @@ try:
         nvfp4_dequantize,
         nvfp4_quantize,
     )
+    from .topk import radix_topk, settle_ties
 except (ImportError, OSError) as _error:  # OSError: torch without the libraries it loads itself
     # `python -m kvc.collect_env` must run without torch and the libraries; all else says why it cannot.
     _reason = _error
@@ -40,5 +41,7 @@ __all__ = [
     "nvfp4_quantize",
     "pack_fill_moves",
     "pack_move_sources",
+    "radix_topk",
     "set_debug",
+    "settle_ties",
 ]

@@ -173,6 +173,31 @@ _define(
     " Tensor? layer_map=None, Tensor? destinations=None) -> ()"
 )(_no_result)
 
+_RADIX_TOPK = "Tensor scores, Tensor lengths, SymInt k, Tensor? bases=None"
+
+
+@_define(f"radix_topk({_RADIX_TOPK}) -> Tensor")
+def _(scores: torch.Tensor, lengths: torch.Tensor, k: int, bases: torch.Tensor | None = None) -> torch.Tensor:
+    return scores.new_empty((scores.shape[0], k), dtype=torch.int32)
+
+
+_define(f"radix_topk.out({_RADIX_TOPK}, *, Tensor(a!) out) -> ()")(_no_result)
+
+_SETTLE_TIES = "Tensor scores, Tensor lengths, Tensor provisional, Tensor? bases=None"
+
+
+@_define(f"settle_ties({_SETTLE_TIES}) -> Tensor")
+def _(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    provisional: torch.Tensor,
+    bases: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return scores.new_empty(provisional.shape, dtype=torch.int32)
+
+
+_define(f"settle_ties.out({_SETTLE_TIES}, *, Tensor(a!) out) -> ()")(_no_result)
+
 from . import _C  # noqa: E402  (the implementations need the schemas)
 
 _libraries = [_C]

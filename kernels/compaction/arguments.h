@@ -7,11 +7,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "common/checks.h"
+#include "common/operands.h"
 
 namespace kvc::compaction {
-
-using Sizes = std::vector<int64_t>;
 
 // int32 values somewhere in memory; strides in elements.
 struct Vector {
@@ -57,28 +55,6 @@ struct Moves {
   int64_t tokens(const Geometry& g) const { return std::min<int64_t>(max_pages * g.tokens_per_page, INT32_MAX); }
   bool empty() const { return pools.empty() || heads == 0 || requests == 0 || max_pages == 0 || total == 0; }
 };
-
-inline std::string indexed(const char* name, int64_t i) { return std::string(name) + "[" + std::to_string(i) + "]"; }
-
-// The device every tensor of a call must be on, read once: a call may bring a hundred pools.
-struct Home {
-  explicit Home(const Tensor& tensor)
-      : anchor(tensor), cpu(tensor.is_cpu()), index(cpu ? 0 : static_cast<int32_t>(tensor.get_device_index())) {}
-  bool has(const Tensor& tensor) const {
-    return cpu ? tensor.is_cpu() : tensor.is_cuda() && static_cast<int32_t>(tensor.get_device_index()) == index;
-  }
-  void reject(const Context& ctx, const Tensor& tensor, const std::string& argument) const {
-    ctx.type_error(argument, "on " + Context::describe_device(anchor), Context::describe_device(tensor));
-  }
-  const Tensor& anchor;
-  bool cpu;
-  int32_t index;
-};
-
-inline void check_indices(const Context& ctx, const Tensor& tensor, const char* argument, const Home& home) {
-  if (tensor.scalar_type() != ScalarType::Int) ctx.dtype(tensor, ScalarType::Int, argument);
-  if (!home.has(tensor)) home.reject(ctx, tensor, argument);
-}
 
 inline Vector read_vector(const Context& ctx, const Tensor& tensor, const char* argument, int64_t size,
                           const char* meaning, const Home& home) {
@@ -358,21 +334,6 @@ inline Packing read_fill_moves(const Context& ctx, const Tensor& kept, const Ten
   return p;
 }
 
-inline Tensor new_output(const Tensor& like, const Sizes& sizes) {
-  return torch::stable::new_empty(like, sizes, ScalarType::Int);
-}
-
-inline void check_output(const Context& ctx, const Tensor& out, const char* argument, const Sizes& sizes,
-                         const Home& home) {
-  check_indices(ctx, out, argument, home);
-  bool same = out.dim() == static_cast<int64_t>(sizes.size());
-  for (int64_t d = 0; same && d < out.dim(); ++d) same = out.size(d) == sizes[static_cast<size_t>(d)];
-  if (same) return;
-  std::string text;
-  for (const int64_t size : sizes) text += (text.empty() ? "" : ", ") + std::to_string(size);
-  ctx.value_error(argument, "int32 [" + text + "]", Context::describe_shape(out));
-}
-
 // Outputs must not share memory with each other, within themselves, or with the decision they are computed from.
 inline void check_apart(const Context& ctx, const Tensor& kept,
                         std::initializer_list<std::pair<const char*, Tensor>> outputs) {
@@ -385,20 +346,6 @@ inline void check_apart(const Context& ctx, const Tensor& kept,
         ctx.value_error(out->first, std::string("apart from ") + other->first, "memory that it lies in");
   }
 }
-
-// An output given by the caller. The kernels write contiguous tensors; any other gets the copy of one.
-class Output {
- public:
-  Output(const Tensor& out, const Sizes& sizes)
-      : out_(out), direct_(out.is_contiguous() ? out : new_output(out, sizes)) {}
-  int32_t* data() const { return static_cast<int32_t*>(direct_.data_ptr()); }
-  void finish() {
-    if (direct_.get() != out_.get()) torch::stable::copy_(out_, direct_);
-  }
-
- private:
-  Tensor out_, direct_;
-};
 
 // The packing ops of a device, but for what does the work: `run(packing, first, second, side)` fills the outputs, of
 // which pack_move_sources has no second.
