@@ -212,6 +212,7 @@ def extensions() -> list[Extension]:
                 "kernels/common/module_cpu.cpp",
                 "kernels/nvfp4/nvfp4_cpu.cpp",
                 "kernels/compaction/compaction_cpu.cpp",
+                "kernels/triattention/triattention_cpu.cpp",
             ],
             py_limited_api=True,
         )

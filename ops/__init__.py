@@ -17,6 +17,7 @@ try:
         nvfp4_dequantize,
         nvfp4_quantize,
     )
+    from .triattention import mean_phase, triattention_score
 except (ImportError, OSError) as _error:  # OSError: torch without the libraries it loads itself
     # `python -m kvc.collect_env` must run without torch and the libraries; all else says why it cannot.
     _reason = _error
@@ -36,9 +37,11 @@ __all__ = [
     "compact_pages_",
     "decode_pages_",
     "encode_pages_",
+    "mean_phase",
     "nvfp4_dequantize",
     "nvfp4_quantize",
     "pack_fill_moves",
     "pack_move_sources",
     "set_debug",
+    "triattention_score",
 ]
