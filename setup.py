@@ -244,6 +244,7 @@ def extensions() -> list[Extension]:
                 "kernels/nvfp4/tiles_cpu.cpp",
                 "kernels/compaction/compaction_cpu.cpp",
                 "kernels/topk/topk_cpu.cpp",
+                "kernels/triattention/triattention_cpu.cpp",
             ],
             py_limited_api=True,
         ),
