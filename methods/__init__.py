@@ -13,6 +13,7 @@ except ModuleNotFoundError as _error:
 from .config import KvCacheCompressionConfig, create_kv_cache_compression_manager
 from .engine import Engine, EngineFacts, LayerFacts, PagedCache, Request, Resize
 from .manager import KVCacheCompressionManager, RequestsLostError
+from .triattention import TriAttentionConfig, TriAttentionManager
 
 __all__ = [
     "Engine",
@@ -24,5 +25,7 @@ __all__ = [
     "Request",
     "RequestsLostError",
     "Resize",
+    "TriAttentionConfig",
+    "TriAttentionManager",
     "create_kv_cache_compression_manager",
 ]
