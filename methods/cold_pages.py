@@ -81,11 +81,10 @@ class ColdPageConfig(KvCacheCompressionConfig):
     def reasons_against(self, facts: EngineFacts) -> list[str]:
         reasons = super().reasons_against(facts)
         for layer in (*facts.layers, *facts.draft_layers):
-            rows = _rows_of(layer, facts, draft=False)
             try:
-                for role in QUANTIZED_ROLES[rows.family] if rows else ():
-                    assert rows is not None
-                    row_ranges(self, rows, role)
+                if (rows := _rows_of(layer, facts, draft=False)) is not None:
+                    for role in QUANTIZED_ROLES[rows.family]:
+                        row_ranges(self, rows, role)
             except (ValueError, NotImplementedError) as error:
                 reasons.append(f"layer {layer.index}: {error}")
         return reasons
