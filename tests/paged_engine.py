@@ -93,7 +93,8 @@ class Cache:
         given = owned[wanted:]
         del owned[wanted:]
         row = owned + [-1] * (self.page_table.shape[1] - len(owned))
-        self.page_table[slot] = torch.tensor(row, dtype=torch.int32)
+        staged = torch.tensor(row, dtype=torch.int32, pin_memory=self.page_table.is_cuda)
+        self.page_table[slot].copy_(staged, non_blocking=True)
         return given
 
     def places(self, slot: int, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import kvc
 import pytest
@@ -21,6 +22,7 @@ from kvc.methods import (
     create_kv_cache_compression_manager,
     triattention_round,
 )
+from kvc.methods.triattention_round import DueRequest
 from paged_engine import PagedEngine, PagedRequest, facts
 from torch import Tensor
 
@@ -644,6 +646,133 @@ class TestFailure:
         if name != "resize":
             monkeypatch.setattr(triattention_round.kvc, name, fail)
         return manager, engine, request
+
+
+def full_pools(engine: PagedEngine) -> list[Tensor]:
+    return [pool.cpu() for cache in engine.caches for pools in cache.pools for pool in pools]
+
+
+@pytest.mark.cuda
+class TestCuda:
+    """Streams, graphs and the host: what only a GPU can show."""
+
+    GEOMETRY: ClassVar[dict[str, Any]] = {
+        "num_layers": 3,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "group": 4,
+        "tokens_per_page": 32,
+        "max_requests": 8,
+        "max_tail": 2,
+        "dtype": torch.bfloat16,
+    }
+
+    def prepared(
+        self, device: str, mode: str, compaction: str, requests: int = 5
+    ) -> tuple[TriAttentionManager, PagedEngine]:
+        """An engine in which every request is due, the same on every device."""
+        f = facts(device=device, **self.GEOMETRY)
+        c = config(budget=100, beta=32, eviction_mode=mode, compaction=compaction)
+        manager, engine = start(c, f, seed=3)
+        for name in range(requests):
+            request = admit(manager, engine, 30 + 7 * name, name)
+            engine.append(request, 128 + name, tail=name % 3)
+        return manager, engine
+
+    @pytest.mark.parametrize("compaction", COMPACTIONS)
+    @pytest.mark.parametrize("mode", MODES)
+    def test_as_on_the_cpu(self, mode: str, compaction: str) -> None:
+        engines = []
+        for device in ("cpu", "cuda"):
+            manager, engine = self.prepared(device, mode, compaction)
+            for _ in range(2):
+                manager.on_generation_step_end(engine.running)
+                for request in engine.running:
+                    engine.append(request, 32, tail=1)
+            engines.append(engine)
+        assert [r.compressed for r in engines[0].running] == [r.compressed for r in engines[1].running]
+        same = 0.0
+        for one, other in zip(engines[0].running, engines[1].running, strict=True):
+            a, b = contents(engines[0], one), contents(engines[1], other)
+            same += sum(len({*x} & {*y}) for x, y in zip(a, b, strict=True)) / sum(map(len, a))
+        # Scores agree within the tolerance only, so a token at the threshold may differ; hardly more than that.
+        assert same / len(engines[0].running) > 0.99
+
+    @pytest.mark.parametrize("compaction", COMPACTIONS)
+    @pytest.mark.parametrize("mode", MODES)
+    def test_the_core_is_captured_and_replayed(self, mode: str, compaction: str) -> None:
+        manager, engine = self.prepared("cuda", mode, compaction)
+        twin_manager, twin = self.prepared("cuda", mode, compaction)
+        core, count = manager._round, len(engine.running)
+        core.stage([DueRequest(0, 0, 0, 0, 0, 0)] * count)
+        core._program(count)[0].zero_()  # no moves: the capture's warm-up leaves the pools alone
+        graph = torch.cuda.CUDAGraph()
+        core.decide(count)
+        core.move(count)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            core.decide(count)
+            core.move(count)
+        for _ in range(2):
+            due = manager._due(engine.running)
+            assert len(due) == count
+            core.stage([numbers for _, numbers in due])
+            graph.replay()
+            changes = [change for request, numbers in due for change in manager._resizes(request, numbers)]
+            torch.cuda.synchronize()
+            engine.resize(changes, torch.cuda.Event())
+            for change in changes:
+                manager._compressed[change.request.request_id] = change.compressed
+            twin_manager.on_generation_step_end(twin.running)
+            assert all(torch.equal(a, b) for a, b in zip(full_pools(engine), full_pools(twin), strict=True))
+            for request, other in zip(engine.running, twin.running, strict=True):
+                engine.append(request, 64, tail=2)
+                twin.append(other, 64, tail=2)
+
+    @pytest.mark.parametrize("compaction", COMPACTIONS)
+    def test_pages_are_freed_behind_the_work(self, compaction: str) -> None:
+        manager, engine = self.prepared("cuda", "union", compaction)
+        twin_manager, twin = self.prepared("cuda", "union", compaction)
+        twin_manager.on_generation_step_end(twin.running)
+        stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+        before = full_pools(engine)
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(400_000_000)  # the producer is late by some 0.2 s
+            began = time.perf_counter()
+            manager.on_generation_step_end(engine.running)
+            took = time.perf_counter() - began
+        ((freed, after),) = [(pages, event) for pages, event in engine.target.released if pages][:1]
+        assert after is not None
+        assert not after.query(), "the producer was not late"
+        assert took < 0.1, f"the host waited: {took:.3f} s"
+        with torch.cuda.stream(other):
+            freed_pages = torch.tensor(freed, pin_memory=True).to("cuda", non_blocking=True)
+            after.wait(other)
+            for pools in engine.target.pools:
+                for pool in pools:
+                    pool.index_fill_(0, freed_pages, -7.0)
+        torch.cuda.synchronize()
+        expected = full_pools(twin)
+        for pool in expected:
+            pool[freed] = -7.0
+        assert all(torch.equal(a, b) for a, b in zip(full_pools(engine), expected, strict=True))
+        assert not torch.equal(before[0], expected[0])
+
+    @pytest.mark.parametrize("mode", MODES)
+    def test_the_host_never_waits(self, mode: str) -> None:
+        manager, engine = self.prepared("cuda", mode, "fill")
+        torch.cuda.synchronize()
+        allocated = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with pytest.raises(RuntimeError, match="synchroniz"):
+                engine.target.page_table.sum().item()
+            manager.on_generation_step_end(engine.running)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert [request.compressed for request in engine.running] == [28 + name for name in range(5)]
+        assert torch.cuda.memory_allocated() == allocated
 
 
 class TestAdmission:
