@@ -84,7 +84,7 @@ class Case:
         order = torch.randperm(pages, generator=generator, device=self.device).int()
         self.target = Pools(pools, order.view(self.requests, columns))
         config: dict[str, Any] = {"eviction_mode": self.mode, "compaction": self.compaction}
-        layer = {"num_kv_heads": self.heads, "head_dim": self.head_dim}
+        layer: Row = {"num_kv_heads": self.heads, "head_dim": self.head_dim}
         facts = EngineFacts(
             layers=tuple(LayerFacts(index=i, **layer) for i in range(self.layers)),
             num_q_heads=self.q_heads,

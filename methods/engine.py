@@ -7,8 +7,7 @@ The engine keeps pages, scheduling and attention; a method keeps its algorithm a
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Literal, NamedTuple, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -150,8 +149,7 @@ class PagedCache(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Resize:
+class Resize(NamedTuple):
     """A request's new size in one cache, once a method has moved what it keeps to the front.
 
     Attributes

@@ -229,7 +229,7 @@ class TriAttentionManager(KVCacheCompressionManager):
             return
         self._round.stage([numbers for _, numbers in due])
         self._round.decide(len(due))
-        changes = [change for request, numbers in due for change in self._resizes(request, numbers)]
+        changes = self._resizes(due)
         try:
             self._round.move(len(due))
             after = None
@@ -248,35 +248,34 @@ class TriAttentionManager(KVCacheCompressionManager):
             self._compressed[change.request.request_id] = change.compressed
 
     def _due(self, requests: Sequence[Request]) -> list[tuple[Request, DueRequest]]:
-        config, budget, found = self.config, self.config.budget, []
+        budget, is_due, known, facts = self.config.budget, self.config.is_due, self._compressed, self.facts
+        found: list[tuple[Request, DueRequest]] = []
         for request in requests:
-            name = request.request_id
             if request.suspended:
                 continue
+            name, prompt, source = request.request_id, request.prompt_length, request.length
             if name in self._lost:
                 raise RequestsLostError(
                     f"kvc.methods.TriAttentionManager: request {name!r} was lost in an earlier round", [name]
                 )
-            compressed = self._compressed[name]
-            prompt, source = request.prompt_length, request.length
-            decoded = source - prompt
-            if decoded < (budget if compressed else 0):
-                self._refuse(name, f"have at least {budget if compressed else 0} generated tokens", decoded)
-            if not config.is_due(prompt, source, compressed):
+            compressed = known[name]
+            least = budget if compressed else 0
+            if source - prompt < least:
+                self._refuse(name, f"have at least {least} generated tokens", source - prompt)
+            if not is_due(prompt, source, compressed):
                 continue
-            if decoded > self._width:
-                self._refuse(
-                    name, f"have at most {self._width} generated tokens, the selection width", decoded
-                )
             tail, draft_tail = request.tail, request.draft_tail
-            if tail > self.facts.max_tail or draft_tail > self.facts.max_draft_tail:
+            if source - prompt > self._width:
+                expected = f"have at most {self._width} generated tokens, the selection width"
+                self._refuse(name, expected, source - prompt)
+            if tail > facts.max_tail or draft_tail > facts.max_draft_tail:
                 self._refuse(
                     name, "have a tail within the facts' max_tail and max_draft_tail", (tail, draft_tail)
                 )
             found.append((request, DueRequest(request.slot, prompt, source, compressed, tail, draft_tail)))
-        if len(found) > self.facts.max_requests:
+        if len(found) > facts.max_requests:
             raise RuntimeError(
-                f"kvc.methods.TriAttentionManager: at most {self.facts.max_requests} requests must be due,"
+                f"kvc.methods.TriAttentionManager: at most {facts.max_requests} requests must be due,"
                 f" got {len(found)}"
             )
         return found
@@ -284,18 +283,20 @@ class TriAttentionManager(KVCacheCompressionManager):
     def _refuse(self, name: Hashable, expected: str, actual: object) -> None:
         raise RuntimeError(f"kvc.methods.TriAttentionManager: request {name!r} must {expected}, got {actual}")
 
-    def _resizes(self, request: Request, numbers: DueRequest) -> list[Resize]:
-        budget, page = self.config.budget, self.facts.tokens_per_page
-        length = numbers.prompt + budget
-        compressed = numbers.compressed + numbers.source - length
-
-        def resize(cache: Literal["target", "draft"], tail: int) -> Resize:
-            freed = -(-(numbers.source + tail) // page) - -(-(length + tail) // page)
-            return Resize(request, cache, length, length + tail, freed, compressed)
-
-        changes = [resize("target", numbers.tail)]
-        if self.facts.draft_layers:
-            changes.append(resize("draft", numbers.draft_tail))
+    def _resizes(self, due: Sequence[tuple[Request, DueRequest]]) -> list[Resize]:
+        """What a round does to the caches, in the order of `due`; with a draft cache two for each request."""
+        budget, page, draft = self.config.budget, self.facts.tokens_per_page, bool(self.facts.draft_layers)
+        changes = []
+        for request, (_, prompt, source, compressed, tail, draft_tail) in due:
+            length = prompt + budget
+            evicted = compressed + source - length
+            end = length + tail
+            freed = -(-(source + tail) // page) - -(-end // page)
+            changes.append(Resize(request, "target", length, end, freed, evicted))
+            if draft:
+                end = length + draft_tail
+                freed = -(-(source + draft_tail) // page) - -(-end // page)
+                changes.append(Resize(request, "draft", length, end, freed, evicted))
         return changes
 
 

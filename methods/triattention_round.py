@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import kvc
 import torch
@@ -26,8 +26,7 @@ Step = Callable[[], Any]
 INT32 = torch.int32
 
 
-@dataclass(frozen=True, slots=True)
-class DueRequest:
+class DueRequest(NamedTuple):
     """The numbers of one request that a round needs, all in tokens but the slot."""
 
     slot: int
@@ -114,22 +113,22 @@ class EvictionRound:
     def stage(self, due: Sequence[DueRequest]) -> None:
         """Bring the numbers of a round to the device, without waiting for it."""
         budget, n = self.shape.budget, len(due)
-        prompts = [d.prompt for d in due]
-        rows: list[Iterable[int]] = [
-            (d.slot for d in due),
-            (d.source + d.compressed for d in due),
-            (d.source for d in due),
+        slots, prompts, sources, compressed, *tails = zip(*due, strict=True)
+        lengths = [source - prompt for source, prompt in zip(sources, prompts, strict=True)]
+        values = array("i", slots)
+        rows: list[Sequence[int]] = [
+            [source + lost for source, lost in zip(sources, compressed, strict=True)],
+            sources,
             prompts,
-            (d.source - d.prompt for d in due),
-            (prompt + budget for prompt in prompts),
+            lengths,
+            [prompt + budget for prompt in prompts],
         ]
-        values = array("i")
         for row in rows:
-            values.extend(row)
             values.append(0)
-        for index, cache in enumerate(self._caches):
-            tails = [d.draft_tail for d in due] if index else [d.tail for d in due]
-            values.extend(cache.numbers(due, tails))
+            values.extend(row)
+        values.append(0)
+        for cache, tail in zip(self._caches, tails, strict=False):
+            cache.stage(values, prompts, lengths, tail)
         staged = torch.frombuffer(values, dtype=INT32)
         # Pinned memory goes back to PyTorch's allocator, which keeps it until the copy is done.
         staged = staged.pin_memory() if self.shape.device.type == "cuda" else staged
@@ -273,18 +272,20 @@ class CacheMoves:
         """This round's page tables, a row for each request: the engine's may change while the round runs."""
         return self._tables[: n * self._page_table.shape[1]].view(n, -1)
 
-    def numbers(self, due: Sequence[DueRequest], tails: Sequence[int]) -> Iterable[int]:
-        """The rows of the staged table that belong to this cache."""
+    def stage(
+        self, values: array[int], prompts: Sequence[int], lengths: Sequence[int], tails: Sequence[int]
+    ) -> None:
+        """Append the rows of the staged table that belong to this cache."""
         budget, window = self.shape.budget, self._window
         if self.shape.fill:
-            yield from accumulate((min(budget, d.source - d.prompt - budget) for d in due), initial=0)
-            yield from accumulate(tails, initial=0)
+            values.extend(accumulate([min(budget, length - budget) for length in lengths], initial=0))
+            values.extend(accumulate(tails, initial=0))
         else:
-            yield from accumulate((budget + tail for tail in tails), initial=0)
+            values.extend(accumulate([budget + tail for tail in tails], initial=0))
         if self._sliding:
-            yield from accumulate((window + tail for tail in tails), initial=0)
-            yield from (d.prompt + budget - window for d in due)
-            yield 0
+            values.extend(accumulate([window + tail for tail in tails], initial=0))
+            values.extend([prompt + budget - window for prompt in prompts])
+            values.append(0)
 
     def plan(
         self,

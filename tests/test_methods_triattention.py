@@ -718,7 +718,7 @@ class TestCuda:
             assert len(due) == count
             core.stage([numbers for _, numbers in due])
             graph.replay()
-            changes = [change for request, numbers in due for change in manager._resizes(request, numbers)]
+            changes = manager._resizes(due)
             torch.cuda.synchronize()
             engine.resize(changes, torch.cuda.Event())
             for change in changes:
