@@ -1,4 +1,5 @@
-"""TriAttention's eviction round against the sum of its ops' own times, and what it costs the host.
+"""TriAttention's eviction round against the sum of its ops' own times, and what it costs the host; offload through
+``ColdPageCodec`` against the bare op.
 
 ``python -m bench.bench_methods --json bench/results/methods.json`` on a GPU; ``pytest bench/bench_methods.py`` runs a
 small round on the CPU.
@@ -12,11 +13,24 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import kvc
 import pytest
 import torch
 import typer
 from kvc.calibration import Calibration
-from kvc.methods import EngineFacts, LayerFacts, Resize, TriAttentionConfig, TriAttentionManager
+from kvc.methods import (
+    CacheRows,
+    ColdPageCodec,
+    ColdPageConfig,
+    EngineFacts,
+    HotBuffer,
+    LayerBuffers,
+    LayerFacts,
+    LifeCycle,
+    Resize,
+    TriAttentionConfig,
+    TriAttentionManager,
+)
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -25,6 +39,7 @@ from bench import common
 
 Row = dict[str, Any]
 RATIO_BAR, HOST_BAR_US, FILL_BAR_US = 1.25, 150.0, 2500.0
+OFFLOAD_BAR = 1.03
 
 
 @dataclass
@@ -191,12 +206,75 @@ def gpu_rows(copy: float, only: str) -> list[Row]:
     return rows
 
 
+class Offload:
+    """Qwen3-8B pages of BF16 in random order, from the GPU's pools to pinned host memory and back."""
+
+    def __init__(self, nbytes: int = common.GIB, device: str = "cuda", layers: int = 36) -> None:
+        rows = CacheRows.gqa(8, 128, 32, torch.bfloat16)
+        self.pages = -(-nbytes // (2 * layers * rows.nbytes))
+        shape = (self.pages, rows.rows, rows.row_elements)
+        self.pools = [torch.randn(shape, device=device).bfloat16() for _ in range(2 * layers)]
+        described = tuple(
+            LayerBuffers(
+                layer=layer,
+                rows=rows,
+                buffers=tuple(
+                    HotBuffer(role=role, pool=2 * layer + i, nbytes=rows.nbytes)
+                    for i, role in enumerate(("key", "value"))
+                ),
+            )
+            for layer in range(layers)
+        )
+        self.codec = ColdPageCodec(ColdPageConfig(), [self.pools], [LifeCycle(id=0, layers=described)])
+        self.layout = self.codec.layouts[0]
+        shape2 = (self.pages, self.layout.cold_page_bytes)
+        self.cold = torch.empty(shape2, dtype=torch.uint8, pin_memory=device == "cuda")
+        order = torch.randperm(self.pages, generator=torch.Generator().manual_seed(0)).int()
+        self.pairs = torch.stack((torch.arange(self.pages, dtype=torch.int32), order), 1)
+        self.back = self.pairs.flip(1).contiguous()
+
+    def ways(self) -> list[tuple[str, Any]]:
+        """(name, call): the op and then what is compared with it, for either direction."""
+        table, scales = self.layout.table, self.layout.scales
+        found: list[tuple[str, Any]] = [
+            ("offload: the op", lambda: kvc.encode_pages_(self.cold, self.pools, self.pairs, table, scales)),
+            ("offload: ColdPageCodec", lambda: self.codec.encode(0, self.cold, self.pairs)),
+            ("onboard: the op", lambda: kvc.decode_pages_(self.pools, self.cold, self.back, table, scales)),
+            ("onboard: ColdPageCodec", lambda: self.codec.decode(0, self.cold, self.back)),
+        ]
+        try:
+            native = self.codec.native()
+        except ImportError:
+            return found  # built for another Python
+        stream = torch.cuda.current_stream().cuda_stream if self.pools[0].is_cuda else 0
+        moved = (self.cold.data_ptr(), self.pairs.data_ptr(), self.pages, stream)
+        found.insert(2, ("offload: C++ codec", lambda: native.encode(0, *moved)))
+        return found
+
+
+def offload_rows() -> list[Row]:
+    """1 GiB of BF16 pages; events around the plain calls, so that the host's part shows if it does not hide."""
+    case = Offload()
+    rows: list[Row] = []
+    base = 0.0
+    for name, run in case.ways():
+        row = common.rate(
+            case.pages * case.layout.cold_page_bytes,
+            common.gpu_times(run, repeats=15, cold=False, graph=False),
+        )
+        host = common.summary(common.host_times(run, repeats=30, warmup=5))["us"]
+        base = row["us"] if name.endswith("the op") else base
+        rows.append({"case": name, **row, "host_us": host, "of_op": row["us"] / base, "bar": OFFLOAD_BAR})
+    return rows
+
+
 def show(rows: list[Row]) -> None:
-    table = Table("case", "us", "p90", "of the sum", "bar")
+    table = Table("case", "us", "p90", "ratio", "bar")
     for r in rows:
         bar = f"{r['bar']}x" if r.get("bar") else ""
         bar += f" {r['bar_us']:.0f} us" if r.get("bar_us") else ""
-        ratio = f"{r['of_sum']:.3f}" if "of_sum" in r else ""
+        found = [r[name] for name in ("of_sum", "of_op") if name in r]
+        ratio = f"{found[0]:.3f}" if found else ""
         p90 = f"{r['us_p90']:.1f}" if "us_p90" in r else ""
         table.add_row(r["case"], f"{r['us']:.1f}", p90, ratio, bar.strip())
     Console(width=140).print(table)
@@ -206,9 +284,11 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
     only: Annotated[str, typer.Option(help="Run only the cases whose name contains this.")] = "",
 ) -> None:
-    """Measure whole eviction rounds on the GPU of this machine."""
+    """Measure whole eviction rounds and the offload of pages on the GPU of this machine."""
     copy = common.copy_ceiling()
     rows = [{"case": "ceiling: device copy, read + write", **copy}, *gpu_rows(copy["gb_per_s"], only)]
+    if not only or only in "offload":
+        rows += offload_rows()
     show(rows)
     if json is not None:
         common.write(json, {"benchmark": "methods", "rows": rows})
@@ -219,6 +299,14 @@ def test_cpu_round(benchmark: Any, compaction: str) -> None:
     sizes: Row = {"requests": 2, "layers": 2, "heads": 2, "q_heads": 4, "head_dim": 64, "prompt": 32}
     case = Case(compaction=compaction, budget=256, beta=64, device="cpu", **sizes)
     benchmark(case.again)
+
+
+@pytest.mark.parametrize("way", range(5))
+def test_cpu_offload(benchmark: Any, way: int) -> None:
+    ways = Offload(16 << 20, device="cpu", layers=2).ways()
+    if way >= len(ways):
+        pytest.skip("kvc._codec was built for another Python")
+    benchmark(ways[way][1])
 
 
 if __name__ == "__main__":
