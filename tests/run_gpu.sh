@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything a machine with a GPU can show about the installed kvc, in one go: tests, compute-sanitizer, benchmarks.
 # Usage: tests/run_gpu.sh RESULTS_FOLDER [step ...]   (steps: tests sanitizer bench; all by default)
+# KVC_PEERS names a folder that bench/peers_topk.py filled: the top-k benchmark then measures those kernels too.
 set -u
 results=$(mkdir -p "$1" && cd "$1" && pwd)
 shift
@@ -26,9 +27,13 @@ for step in $steps; do
           --kernel-regex kns=compact_kernel --kernel-regex kns=pack_ \
           python3 -m pytest tests/test_compaction.py tests/test_compaction_pack.py -q -m cuda -p no:cacheprovider \
           -k "test_leading_run_stays or test_rows or skipped or by_hand or test_malformed_offsets or test_empty"
+        run "topk_$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
+          --kernel-regex kns=select --kernel-regex kns=settle_ python3 -m pytest tests/test_topk.py -q -m cuda \
+          -p no:cacheprovider -k "by_hand or test_last_place or test_edges or test_unaligned or test_short_between or stay_inside"
       done ;;
     bench) lines=90 run bench_nvfp4 python3 -m bench.bench_nvfp4 --json "$results/nvfp4.json"
-      lines=70 run bench_compaction python3 -m bench.bench_compaction --json "$results/compaction.json" ;;
+      lines=70 run bench_compaction python3 -m bench.bench_compaction --json "$results/compaction.json"
+      lines=180 run bench_topk python3 -m bench.bench_topk ${KVC_PEERS:+--peers "$KVC_PEERS"} --json "$results/topk.json" ;;
     *) echo "unknown step $step"; exit 2 ;;
   esac
 done

@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "topk/key.h"
-#include "topk/select.cuh"
+#include "topk/kernels.h"
 
 namespace kvc::topk {
 namespace {

@@ -1,4 +1,4 @@
-"""Top-k selection as plain PyTorch: a stable sort. What the kernels return, on CPU and CUDA tensors.
+"""Top-k selection as plain PyTorch, by a stable sort: what the kernels return, on CPU and CUDA tensors.
 
 Arguments are not checked.
 """
@@ -8,30 +8,32 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+LOWEST = float("-inf")
+
 
 def radix_topk(scores: Tensor, lengths: Tensor, k: int, bases: Tensor | None = None) -> Tensor:
     """Indices of the k largest of `scores[row, :lengths[row]]`, lowest index first among equals, ascending,
     then -1."""
-    rows, width = scores.shape
-    out = torch.full((rows, k), -1, dtype=torch.int32, device=scores.device)
-    lowest = float("-inf")
-    for row, length in enumerate(lengths.clamp(0, width).tolist()):
-        values = scores[row, :length].float()
-        order = values.masked_fill(values.isnan(), lowest).sort(descending=True, stable=True)
-        winners = order.indices[:k].sort().values.int()
-        out[row, : len(winners)] = winners if bases is None else winners + bases[row]
-    return out
+    return _largest(scores, lengths, lengths, k, bases)
 
 
 def settle_ties(scores: Tensor, lengths: Tensor, provisional: Tensor, bases: Tensor | None = None) -> Tensor:
-    """:func:`radix_topk` of as many scores as the provisional answer of each row names."""
-    width = scores.shape[1]
-    out = torch.full(provisional.shape, -1, dtype=torch.int32, device=scores.device)
-    for row, length in enumerate(lengths.clamp(0, width).tolist()):
-        named = (provisional[row] >= 0) & (provisional[row] < length)
-        mine = slice(row, row + 1)
-        base = None if bases is None else bases[mine]
-        count = int(named.sum())
-        if count:
-            out[mine, :count] = radix_topk(scores[mine], lengths[mine], count, base)
+    """The same for as many scores as the provisional answer of each row names."""
+    length = lengths.clamp(0, scores.shape[1])
+    named = (provisional >= 0) & (provisional < length.unsqueeze(1))
+    return _largest(scores, lengths, named.sum(1).minimum(length), provisional.shape[1], bases)
+
+
+def _largest(scores: Tensor, lengths: Tensor, counts: Tensor, k: int, bases: Tensor | None) -> Tensor:
+    """The `min(counts[row], k)` largest of each row in k columns."""
+    rows, width = scores.shape
+    out = torch.full((rows, k), -1, dtype=torch.int32, device=scores.device)
+    column = torch.arange(width, device=scores.device)
+    values = scores.float()  # whose comparison knows no sign of zero
+    values = values.masked_fill(values.isnan() | (column >= lengths.unsqueeze(1)), LOWEST)
+    # Columns behind a row's length are last among its lowest ones.
+    winners = values.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    winners = winners.masked_fill(column[: winners.shape[1]] >= counts.unsqueeze(1), width).sort(dim=1).values
+    ordinals = winners.int() if bases is None else winners.int() + bases.unsqueeze(1)
+    out[:, : winners.shape[1]] = ordinals.masked_fill(winners == width, -1)
     return out
