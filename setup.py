@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.resolve()
 # The PTX runs, by way of the driver's compiler, on every architecture that has no machine code here.
 CUDA_ARCHS = ("80", "86", "89", "90a", "100f", "120f", "80+PTX")
 # Kernels compiled ahead of time to machine code that the CUDA library carries.
-TRITON_MODULES = ("kernels/compaction/pack.py",)
+TRITON_MODULES = ("kernels/compaction/pack.py", "kernels/triattention/triattention.py")
 CUTE_MODULES: tuple[str, ...] = ()
 CUTE_ARCHS = ("90a", "100f")
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11
@@ -226,6 +226,7 @@ def extensions() -> list[Extension]:
                     "kernels/nvfp4/nvfp4.cu",
                     "kernels/compaction/compaction.cu",
                     "kernels/compaction/pack.cu",
+                    "kernels/triattention/triattention.cu",
                 ],
                 py_limited_api=True,
             )
