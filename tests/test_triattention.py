@@ -245,13 +245,10 @@ class TestReference:
         pool = torch.cat((rotated.real, rotated.imag), 1).float().view(5, 1, 8, head_dim)
         cos, sin = reference.mean_phase(torch.tensor([position]), omega, OFFSETS)
         statistics = [x.float().view(1, 1, bands) for x in (mean.real, mean.imag, excess)]
-        rows = reference.triattention_score(
-            [pool],
-            torch.arange(5).int()[None],
-            ints([0]),
-            ints([tokens]),
-            *(cos, sin, *statistics, torch.ones(bands), "per_head", False, tokens),
-        )
+        table = torch.arange(5).int()[None]
+        arguments: tuple[Any, ...] = ([pool], table, ints([0]), ints([tokens]), cos, sin, *statistics)
+        arguments += (torch.ones(bands), "per_head", False, tokens)
+        rows = reference.triattention_score(*arguments)
         torch.testing.assert_close(rows[0, 0], expected.float(), rtol=1e-4, atol=1e-4)
 
     def test_modes_by_hand(self) -> None:
