@@ -24,7 +24,11 @@ ROOT = Path(__file__).parent.resolve()
 # The PTX runs, by way of the driver's compiler, on every architecture that has no machine code here.
 CUDA_ARCHS = ("80", "86", "89", "90a", "100f", "120f", "80+PTX")
 # Kernels compiled ahead of time to machine code that the CUDA library carries.
-TRITON_MODULES = ("kernels/compaction/pack.py", "kernels/topk/settle.py")
+TRITON_MODULES = (
+    "kernels/compaction/pack.py",
+    "kernels/topk/settle.py",
+    "kernels/triattention/triattention.py",
+)
 CUTE_MODULES: tuple[str, ...] = ()
 CUTE_ARCHS = ("90a", "100f")
 CODEC_SOURCES = ("kernels/nvfp4/codec.cpp", "kernels/nvfp4/tiles_cpu.cpp")
@@ -264,6 +268,7 @@ def extensions() -> list[Extension]:
                     "kernels/topk/select.cu",
                     "kernels/topk/settle.cu",
                     "kernels/topk/topk.cu",
+                    "kernels/triattention/triattention.cu",
                 ],
                 py_limited_api=True,
             )

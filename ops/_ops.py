@@ -259,6 +259,23 @@ if torch.version.cuda is not None:
 ops = getattr(torch.ops, NAMESPACE)
 
 
+@ops.triattention_score.out.py_functionalize_impl
+def _(context: Any, *args: Any, out: torch.Tensor) -> None:
+    """The functional op and a copy. torch's own way passes keywords and trips over one of the name `mode`."""
+    arguments, target = context.unwrap_tensors(args), context.unwrap_tensors(out)
+    with context.redispatch_to_next():
+        result = ops.triattention_score.default(*arguments)
+        if result.shape != target.shape or target.dtype != result.dtype:
+            raise ValueError(
+                f"{NAMESPACE}.triattention_score: out must be {result.dtype} {list(result.shape)},"
+                f" got {target.dtype} {list(target.shape)}"
+            )
+        result = torch.ops.aten.copy.default(target, result)
+    context.replace(out, result)
+    context.commit_update(out)
+    context.sync(out)
+
+
 _SCHEMA_MISMATCH = re.compile(
     rf"{NAMESPACE}::(\w+)\(\) Expected a value of type '(.+)' for argument '(\w+)' but instead found type '(.+)'"
 )
