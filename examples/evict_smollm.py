@@ -14,7 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -351,6 +351,7 @@ def main(
         say(f"measuring the query statistics on {calibration_tokens:,} tokens of {calibrate_on.value}")
         ids = lm.tokenizer(calibration_text(calibrate_on), return_tensors="pt", verbose=False)["input_ids"]
         statistics = calibration.collect(lm.model, ids, window=tokens, max_tokens=calibration_tokens)
+        statistics = replace(statistics, model=smollm.gguf_path().stem)
         if statistics_path is not None:
             calibration.save(statistics, statistics_path)
     with torch.inference_mode():

@@ -167,7 +167,9 @@ def _geometry(model: Any) -> _Geometry:
     """Read a transformers model or configuration; refuse what TriAttention scoring cannot describe."""
     config = getattr(model, "config", model)
     kind = type(config).__name__
-    name = getattr(config, "_name_or_path", "") or getattr(config, "model_type", kind)
+    name = str(getattr(config, "_name_or_path", "") or getattr(config, "model_type", kind))
+    if Path(name).is_dir():
+        name = Path(name).resolve().name  # where it lay on this machine concerns nobody
     for attribute in ("num_hidden_layers", "num_attention_heads"):
         if not isinstance(getattr(config, attribute, None), int):
             raise _refusal("model", f"a text model whose configuration has {attribute}", kind)
@@ -188,7 +190,7 @@ def _geometry(model: Any) -> _Geometry:
                 )
                 omega = buffer.detach().float().cpu().clone()  # the very numbers that rotate its keys
     return _Geometry(
-        name=str(name),
+        name=name,
         layers=config.num_hidden_layers,
         query_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -531,7 +533,7 @@ def _read(model: Any, ids: Tensor, counted: int, chunk: int, sums: _QuerySums) -
         yield
 
 
-def token_stream(tokenizer: Any, lines: Iterable[str], block: int = 1 << 16) -> Iterator[Tensor]:
+def token_stream(tokenizer: Any, lines: Iterable[str], block: int = 1 << 13) -> Iterator[Tensor]:
     """Tokenize a text line by line, such as an open file, without holding it.
 
     Parameters

@@ -735,6 +735,7 @@ class TestCommand:
         assert picture.read_text().startswith("<?xml")
         found = calibration.load(output, llama)
         assert found.tokens_seen == 600
+        assert found.model == on_disk.name
         ids = torch.tensor([i % 89 + 1 for j in range(30) for i in range(j, j + 20)])
         expected = calibration.collect(llama, ids, window=64)
         torch.testing.assert_close(found.q_mean_real, expected.q_mean_real)
