@@ -141,7 +141,9 @@ def test_scores_do_not_depend_on_the_pages(
 def test_every_rule_is_measured(model: Any, ids: torch.Tensor, statistics: calibration.Calibration) -> None:
     steps: list[str] = []
     with torch.inference_mode():
-        full, results = study.measure(model, [ids, ids.flip(1)], TOKENS, [8, 40], statistics, steps.append)
+        full, results = study.measure(
+            model, [ids, ids.flip(1)], TOKENS, [8, 40], statistics, on_step=steps.append
+        )
     assert [r.rule for r in results[::2]] == list(study.STYLES)
     assert len(steps) == 2 * (1 + len(study.STYLES))
     for budget, at in ((8, 0), (40, 1)):
@@ -156,6 +158,12 @@ def test_every_rule_is_measured(model: Any, ids: torch.Tensor, statistics: calib
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == 4 + len(study.STYLES)
     assert study.as_table(full, results, TOKENS, SCORED).row_count == len(study.STYLES)
+
+
+def test_rules_are_chosen_by_name(model: Any, ids: torch.Tensor, statistics: calibration.Calibration) -> None:
+    with torch.inference_mode():
+        _, results = study.measure(model, [ids], TOKENS, [8], statistics, ["union", "recent"])
+    assert [r.rule for r in results] == ["TriAttention union", "most recent", "recent + 4 sinks"]
 
 
 def test_picture_is_drawn(tmp_path: Path) -> None:
@@ -174,11 +182,11 @@ def test_calibration_text_is_another(kind: study.CalibrationText) -> None:
     assert shared <= 0.01 * len(lines)
 
 
-def test_bad_budgets_are_refused() -> None:
+def test_bad_options_are_refused() -> None:
     import typer
     from typer.testing import CliRunner
 
     app = typer.Typer()
     app.command()(study.main)
-    for budgets in ("0", "100,4096"):
-        assert CliRunner().invoke(app, ["--budgets", budgets]).exit_code == 2
+    for options in (("--budgets", "0"), ("--budgets", "100,4096"), ("--rule", "none")):
+        assert CliRunner().invoke(app, options).exit_code == 2
