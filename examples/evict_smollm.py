@@ -14,7 +14,7 @@ import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -203,9 +203,13 @@ def measure(
     tokens: int,
     budgets: Sequence[int],
     statistics: calibration.Calibration,
+    only: Sequence[str] = ("",),
     on_step: Callable[[str], None] = lambda text: None,
 ) -> tuple[float, list[Result]]:
-    """Perplexity with nothing evicted, and the results of every rule and budget over all passages."""
+    """Perplexity with nothing evicted, and the results of rules and budgets over all passages.
+
+    Of the rules, those whose name contains one of `only` are measured.
+    """
     full: list[float] = []
     losses: dict[tuple[str, int], list[float]] = {}
     masses: dict[tuple[str, int], list[tuple[float, float]]] = {}
@@ -215,6 +219,8 @@ def measure(
         layers, kv_heads = len(passage.cache) // 2, passage.cache[0].shape[0]
         full.append(passage.full_loss)
         for rule, scores in rules(passage, statistics, seed=number).items():
+            if not any(part in rule for part in only):
+                continue
             on_step(f"passage {number + 1} of {len(passages)}: {rule}")
             for budget in budgets:
                 kept = keep(scores, budget, layers, kv_heads)
@@ -286,6 +292,7 @@ STYLES = {
 
 def plot(full: float, results: Sequence[Result], tokens: int, scored: int, path: Path) -> None:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import PercentFormatter
 
     figure = Figure(figsize=(11, 4.8), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -293,18 +300,20 @@ def plot(full: float, results: Sequence[Result], tokens: int, scored: int, path:
         colour, marker, dashes = STYLES[rule]
         style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": dashes, "markersize": 6}
         budgets = [r.budget for r in row]
-        left.plot(budgets, [r.perplexity for r in row], label=rule, **style)
+        left.plot(budgets, [r.perplexity_change for r in row], label=rule, **style)
         right.plot(budgets, [1 - r.attention_kept for r in row], **style)
-    left.axhline(full, color="#000000", linewidth=0.8)
-    left.annotate(
-        "nothing evicted", (budgets[0], full), textcoords="offset points", xytext=(0, -11), fontsize=8
-    )
-    left.set_ylabel(f"perplexity of the next {scored:,} tokens")
+    # Around zero a logarithm has no place for what eviction improves.
+    left.set_yscale("symlog", linthresh=0.01, linscale=0.4)
+    left.axhline(0, color="#000000", linewidth=0.8)
+    left.set_yticks([0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2])
+    left.set_ylabel(f"perplexity of the next {scored:,} tokens,\nabove {full:.2f} with nothing evicted")
+    right.set_yscale("log")
+    right.set_yticks([0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1])
     right.set_ylabel("attention lost with the evicted tokens")
     for axes in (left, right):
         axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
         axes.set_xticks(budgets, [f"{b:,}" for b in budgets])
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
         axes.minorticks_off()
         axes.grid(alpha=0.3)
         axes.set_xlabel(f"tokens kept of {tokens:,}")
@@ -317,6 +326,9 @@ def main(
     scored: Annotated[int, typer.Option(min=1, help="Following tokens for the perplexity.")] = 500,
     budgets: Annotated[str, typer.Option(help="Tokens that stay, separated by commas.")] = "128,256,512,1024",
     passages: Annotated[int, typer.Option(min=1, help="Passages to average over.")] = 1,
+    rule: Annotated[
+        list[str] | None, typer.Option(help="Only rules whose name contains this; repeatable.")
+    ] = None,
     calibration_tokens: Annotated[int, typer.Option(min=1, help="Tokens of the calibration text.")] = 8192,
     calibrate_on: Annotated[
         CalibrationText, typer.Option(help="Other prose, or Python source code.")
@@ -341,6 +353,8 @@ def main(
     kept_sizes = [int(b) for b in budgets.split(",")]
     if not all(0 < b <= tokens for b in kept_sizes):
         raise typer.BadParameter(f"numbers from 1 to {tokens}", param_hint="--budgets")
+    if rule and not any(part in name for name in STYLES for part in rule):
+        raise typer.BadParameter(f"one of {', '.join(STYLES)}", param_hint="--rule")
     say("loading SmolLM2-135M-Instruct from its GGUF file")
     lm = smollm.load()
     length = tokens + scored + 1
@@ -351,12 +365,12 @@ def main(
         say(f"measuring the query statistics on {calibration_tokens:,} tokens of {calibrate_on.value}")
         ids = lm.tokenizer(calibration_text(calibrate_on), return_tensors="pt", verbose=False)["input_ids"]
         statistics = calibration.collect(lm.model, ids, window=tokens, max_tokens=calibration_tokens)
+        statistics = replace(statistics, model=smollm.gguf_path().stem)
         if statistics_path is not None:
             calibration.save(statistics, statistics_path)
     with torch.inference_mode():
-        full, results = measure(
-            lm.model, list(text.split(length, dim=1)), tokens, kept_sizes, statistics, say
-        )
+        parts = text.split(length, dim=1)
+        full, results = measure(lm.model, parts, tokens, kept_sizes, statistics, rule or [""], say)
     elapsed = time.perf_counter() - start
     say("done")
 

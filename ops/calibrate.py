@@ -4,6 +4,8 @@
 whether the queries in such a file (or in an official ``.pt`` file) are concentrated.
 """
 
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,7 +42,14 @@ def build_app() -> "Typer":
         import transformers
         import typer
         from rich.console import Console
-        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
     except ImportError as missing:
         raise SystemExit(f"kvc.calibrate needs {missing.name}: pip install 'kvc[calibrate]'") from missing
 
@@ -69,27 +78,41 @@ def build_app() -> "Typer":
         tokenizer = transformers.AutoTokenizer.from_pretrained(model, **options)
         loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype.value, **options)
         loaded = loaded.to(device).eval()
-        columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed:,} tokens"))
+        read = 0
+
+        def counted(lines: Iterable[str]) -> Iterator[str]:
+            nonlocal read
+            for line in lines:
+                read += len(line.encode())
+                yield line
+
+        columns = (BarColumn(), TaskProgressColumn(), TextColumn("{task.fields[tokens]:,} tokens"))
         timing = (TimeElapsedColumn(), TimeRemainingColumn())
         with (
             text.open(encoding="utf-8") as file,
             Progress(*columns, *timing, console=Console(stderr=True)) as progress,
         ):
-            # The text is tokenized as it is read, so its length is known only when a limit cuts it.
-            task = progress.add_task("reading", total=max_tokens)
+            # The text is tokenized as it is read, so its length in tokens is not known before.
+            task = progress.add_task("", total=max_tokens or text.stat().st_size, tokens=0)
+
+            def advance(tokens: int) -> None:
+                progress.update(task, completed=tokens if max_tokens else read, tokens=tokens)
+
             try:
                 found = calibration.collect(
                     loaded,
-                    calibration.token_stream(tokenizer, file),
+                    calibration.token_stream(tokenizer, counted(file)),
                     window=window,
                     stride=stride,
                     chunk=chunk,
                     max_tokens=max_tokens,
-                    on_progress=lambda tokens: progress.update(task, completed=tokens),
+                    on_progress=advance,
                 )
             except ValueError as error:
                 raise typer.BadParameter(str(error)) from error
-            progress.update(task, total=found.tokens_seen)
+            progress.update(task, total=1, completed=1)
+        if gguf is not None:
+            found = replace(found, model=Path(gguf).stem)
         calibration.save(found, output)
         console = _wide(Console())
         console.print(calibration.report(found, plot))

@@ -167,7 +167,9 @@ def _geometry(model: Any) -> _Geometry:
     """Read a transformers model or configuration; refuse what TriAttention scoring cannot describe."""
     config = getattr(model, "config", model)
     kind = type(config).__name__
-    name = getattr(config, "_name_or_path", "") or getattr(config, "model_type", kind)
+    name = str(getattr(config, "_name_or_path", "") or getattr(config, "model_type", kind))
+    if Path(name).is_dir():
+        name = Path(name).resolve().name  # where it lay on this machine concerns nobody
     for attribute in ("num_hidden_layers", "num_attention_heads"):
         if not isinstance(getattr(config, attribute, None), int):
             raise _refusal("model", f"a text model whose configuration has {attribute}", kind)
@@ -188,7 +190,7 @@ def _geometry(model: Any) -> _Geometry:
                 )
                 omega = buffer.detach().float().cpu().clone()  # the very numbers that rotate its keys
     return _Geometry(
-        name=str(name),
+        name=name,
         layers=config.num_hidden_layers,
         query_heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
@@ -531,7 +533,7 @@ def _read(model: Any, ids: Tensor, counted: int, chunk: int, sums: _QuerySums) -
         yield
 
 
-def token_stream(tokenizer: Any, lines: Iterable[str], block: int = 1 << 16) -> Iterator[Tensor]:
+def token_stream(tokenizer: Any, lines: Iterable[str], block: int = 1 << 13) -> Iterator[Tensor]:
     """Tokenize a text line by line, such as an open file, without holding it.
 
     Parameters
@@ -787,6 +789,7 @@ def report(calibration: Calibration, plot: Path | str | None = None) -> Table:
         One row per layer. "weighted" is the sum of ``|E q|`` over the sum of ``E|q|``, so long queries count more.
     """
     from rich import box
+    from rich.markup import escape
     from rich.table import Table
 
     if plot is not None:
@@ -794,13 +797,10 @@ def report(calibration: Calibration, plot: Path | str | None = None) -> Table:
     lengths, mean = calibration.resultant_length.double(), calibration.q_mean_norm.double()
     norm = mean + calibration.q_norm_excess.double()
     by_head = (mean.sum(-1) / norm.sum(-1)).nan_to_num()  # [layers, heads]
-    origin = (
-        f"{calibration.model or 'unknown model'}, {calibration.tokens_seen or 'unknown number of':,} tokens"
-    )
     table = Table(
         box=box.SIMPLE_HEAD,
         collapse_padding=True,
-        title=f"Mean resultant length of queries before rotation\n{origin}",
+        title=f"Mean resultant length of queries before rotation\n{escape(_origin(calibration))}",
         caption="R = |E q| / E|q| over heads and frequencies of a layer; weighted: long queries count more.",
         caption_justify="left",
     )
@@ -829,6 +829,11 @@ def report(calibration: Calibration, plot: Path | str | None = None) -> Table:
     return table
 
 
+def _origin(calibration: Calibration) -> str:
+    tokens = f"{calibration.tokens_seen:,}" if calibration.tokens_seen else "an unknown number of"
+    return f"{calibration.model or 'unknown model'}, {tokens} tokens"
+
+
 def _plot(calibration: Calibration, path: Path) -> None:
     from matplotlib.figure import Figure
 
@@ -844,9 +849,7 @@ def _plot(calibration: Calibration, path: Path) -> None:
     axes["map"].set_yticks([(layer + 0.5) * heads - 0.5 for layer in named], [str(layer) for layer in named])
     axes["map"].set_ylabel(f"layer ({heads} query heads each)")
     axes["map"].set_xlabel("frequency, fast to slow")
-    axes["map"].set_title(
-        f"{calibration.model or 'queries'}, {calibration.tokens_seen:,} tokens", fontsize=10
-    )
+    axes["map"].set_title(_origin(calibration), fontsize=10)
     figure.colorbar(image, ax=axes["map"], label="mean resultant length |E q| / E|q|")
 
     edges = torch.linspace(0, 1, 41).tolist()
