@@ -39,7 +39,8 @@ for step in $steps; do
     bench) lines=90 run bench_nvfp4 python3 -m bench.bench_nvfp4 --json "$results/nvfp4.json"
       lines=70 run bench_compaction python3 -m bench.bench_compaction --json "$results/compaction.json"
       lines=180 run bench_topk python3 -m bench.bench_topk ${KVC_PEERS:+--peers "$KVC_PEERS"} --json "$results/topk.json"
-      lines=60 run bench_triattention python3 -m bench.bench_triattention --json "$results/triattention.json" ;;
+      lines=60 run bench_triattention python3 -m bench.bench_triattention --json "$results/triattention.json"
+      lines=60 run bench_methods python3 -m bench.bench_methods --json "$results/methods.json" ;;
     *) echo "unknown step $step"; exit 2 ;;
   esac
 done
