@@ -53,7 +53,7 @@ from torch import Tensor
 
 TOKENS_PER_PAGE = 32
 DTYPE = torch.bfloat16
-TABLE_COLUMNS = 120
+TABLE_COLUMNS = 132
 # What is promised of the perplexity of the first mode's answers: README, "What it costs in quality".
 ALLOWED_CHANGE = {"NVFP4 tiers": 0.03, "TriAttention": 0.25}
 
@@ -76,6 +76,7 @@ class Result:
     onboarded_bytes: dict[str, int] = field(default_factory=dict)
     evicted_tokens: int = 0
     freed_pages: int = 0
+    rounds: int = 0
 
     @property
     def perplexity(self) -> float:
@@ -94,6 +95,14 @@ class Request:
     tail: int = 0
     draft_tail: int = 0
     suspended: bool = False
+
+
+@dataclass
+class Answer:
+    """Tokens that were said, and the likeliest one at each place."""
+
+    said: list[int]
+    best: list[int]
 
 
 class PagedPools:
@@ -127,6 +136,7 @@ class PagedPools:
             self.show(request)
             if self.result is not None:
                 self.result.freed_pages += change.freed_pages
+                self.result.rounds += 1
                 self.result.evicted_tokens = max(self.result.evicted_tokens, change.compressed)
 
     def show(self, request: Request) -> None:
@@ -242,13 +252,12 @@ class Server:
         self,
         history: list[int],
         generate: int,
-        reference: list[int] | None,
+        reference: Answer | None,
         config: TriAttentionConfig | None,
-    ) -> list[int]:
-        """Generate with every token in the pools, evicting by `config`; losses are those of `reference` if given."""
+    ) -> Answer:
+        """Generate with every token in the pools, evicting by `config`; or say `reference` and measure its loss."""
         result, model = self.result, self.lm.model
-        request, cache, logits = self.start(history, generate)
-        self.pools.show(request)
+        request, cache, logits = self.start(history, 0)
         self.pools.freed = lambda pages: self.store.release(0, pages)
         self.pools.result = result
         manager = None
@@ -256,19 +265,27 @@ class Server:
             manager = create_kv_cache_compression_manager(config, self.facts(len(history) + generate))
             manager.bind(self.pools)
             manager.on_request_init(request)
-        answer: list[int] = []
+        answer = Answer([], [])
+        generator = torch.Generator(self.pools.device).manual_seed(len(history))
         began = time.perf_counter()
         for step in range(generate):
-            best = int(logits.argmax())
-            said = best if reference is None else reference[step]
-            result.loss -= torch.log_softmax(logits.float(), -1)[said].item()
-            result.differing_tokens += best != said
-            answer.append(said)
+            answer.best.append(int(logits.argmax()))
+            chances = torch.softmax(logits.float() / TEMPERATURE, -1)
+            said = int(torch.multinomial(chances, 1, generator=generator))
+            if reference is not None:
+                said = reference.said[step]
+                result.differing_tokens += answer.best[step] != reference.best[step]
+            answer.said.append(said)
+            if reference is not None or config is None:
+                result.loss -= torch.log_softmax(logits.float(), -1)[said].item()
             # Its position counts evicted tokens too.
             position = torch.tensor([[len(history) + step]], device=self.pools.device)
             logits = model(self.ids([said]), None, position, cache).logits[0, -1]
+            if request.length == len(request.pages) * TOKENS_PER_PAGE:
+                request.pages += self.store.allocate(0, 1)
             self.pools.write(request.pages, request.length, tail_of(cache, request.length))
             request.length += 1
+            self.pools.show(request)
             if manager is not None:
                 before = request.length
                 manager.on_generation_step_end([request])
@@ -277,6 +294,8 @@ class Server:
         result.seconds += time.perf_counter() - began
         result.generated_tokens += generate
         result.scored += generate
+        if manager is not None:
+            manager.on_request_finish(request)
         self.store.release(0, request.pages)
         return answer
 
@@ -390,21 +409,42 @@ def generate_long_answers(
     generate: int,
     config: TriAttentionConfig,
     on_step: Callable[[str], None] = lambda text: None,
-) -> list[Result]:
-    """Long answers with the whole cache and under TriAttention."""
+) -> tuple[list[Result], dict[str, list[Answer]]]:
+    """Long answers sampled with the whole cache; the same under TriAttention; and answers of TriAttention's own.
+
+    The loss of the last is what the whole cache thinks of them: text that made no sense would be unlikely.
+    """
     longest = max(map(len, prompts)) + generate
     results: list[Result] = []
-    answers: list[list[int]] | None = None
-    for mode, method in (("whole cache", None), ("TriAttention", config)):
+    answers: dict[str, list[Answer]] = {}
+    for mode in LONG_MODES:
         on_step(f"{mode}: {len(prompts)} answers of {generate} tokens")
         server = Server(lm, mode, -(-longest // TOKENS_PER_PAGE) * (1 + len(prompts)), longest)
-        said = [
-            server.long_answer(prompt, generate, answers[i] if answers else None, method)
-            for i, prompt in enumerate(prompts)
+        references = answers[LONG_MODES[0]] if mode == LONG_MODES[1] else [None] * len(prompts)
+        method = None if mode == LONG_MODES[0] else config
+        answers[mode] = [
+            server.long_answer(prompt, generate, reference, method)
+            for prompt, reference in zip(prompts, references, strict=True)
         ]
-        answers = answers or said
         results.append(server.finish())
-    return results
+    results[-1].loss = sum(
+        loss_of(lm.model, prompt, answer.said)
+        for prompt, answer in zip(prompts, answers[LONG_MODES[2]], strict=True)
+    )
+    return results, answers
+
+
+def loss_of(model: Any, history: Sequence[int], said: Sequence[int], piece: int = 256) -> float:
+    """Sum of the losses of `said` after `history`, with nothing evicted."""
+    ids = torch.tensor([[*history, *said]], device=model.device)
+    cache, loss, first = hf_cache([]), 0.0, len(history) - 1
+    for start in range(0, ids.shape[1] - 1, piece):
+        end = min(start + piece, ids.shape[1] - 1)
+        logits = forward(model, ids[:, start:end], cache)[0].float()
+        skipped = min(max(first - start, 0), end - start)
+        target = ids[0, start + 1 + skipped : end + 1]
+        loss += torch.nn.functional.cross_entropy(logits[skipped:], target, reduction="sum").item()
+    return loss
 
 
 def broken_promises(results: Sequence[Result], baseline: Result) -> list[str]:
@@ -459,7 +499,7 @@ def as_table(results: Sequence[Result], baseline: Result, title: str) -> Table:
             *(megabytes(r.onboarded_bytes, tier) for tier in ("host", "disk")),
             f"{r.generated_tokens / r.seconds:.1f}",
             f"{first_token:.2f} s" if first_token else "-",
-            f"{r.differing_tokens}/{r.generated_tokens}",
+            "-" if r.mode == LONG_MODES[2] else f"{r.differing_tokens}/{r.generated_tokens}",
             f"{r.perplexity:.3f}",
             f"{r.perplexity / baseline.perplexity - 1:+.2%}",
         )
@@ -470,14 +510,14 @@ def main(
     conversations: Annotated[int, typer.Option(min=1, help="Conversations in rotation.")] = 4,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each.")] = 3,
     system: Annotated[int, typer.Option(min=1, help="Tokens of the system prompt they share.")] = 512,
-    user: Annotated[int, typer.Option(min=1, help="Tokens of what a user says.")] = 96,
-    generate: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 32,
-    gpu_pages: Annotated[int, typer.Option(min=1, help="Slots of the pools, pages of 32 tokens.")] = 36,
-    host_pages: Annotated[int, typer.Option(min=0, help="Pages that host memory holds.")] = 12,
+    user: Annotated[int, typer.Option(min=1, help="Tokens of what a user says.")] = 80,
+    generate: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 24,
+    gpu_pages: Annotated[int, typer.Option(min=1, help="Slots of the pools, pages of 32 tokens.")] = 30,
+    host_pages: Annotated[int, typer.Option(min=0, help="Pages that host memory holds.")] = 10,
     long_answer: Annotated[
         int, typer.Option(min=0, help="Tokens of the long answers; 0 leaves them out.")
-    ] = 224,
-    budget: Annotated[int, typer.Option(min=1, help="Generated tokens that TriAttention keeps.")] = 96,
+    ] = 160,
+    budget: Annotated[int, typer.Option(min=1, help="Generated tokens that TriAttention keeps.")] = 64,
     beta: Annotated[int, typer.Option(min=1, help="Tokens between two evictions.")] = 32,
     calibration_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of TriAttention's calibration.")
@@ -521,14 +561,17 @@ def main(
             config = TriAttentionConfig(budget=budget, beta=beta, calibration_path=path)
             prompts = [work.system + turns_of[0] for turns_of in work.users[:2]]
             with torch.inference_mode():
-                long = generate_long_answers(lm, prompts, long_answer, config, say)
+                long, answers = generate_long_answers(lm, prompts, long_answer, config, say)
         console.print(
             as_table(long, long[0], f"Long answers; TriAttention keeps {budget} of {long_answer} tokens")
         )
-        evicted = long[-1]
         say(
-            f"TriAttention evicted {evicted.evicted_tokens} tokens of each answer and freed {evicted.freed_pages} pages"
+            f"TriAttention evicted {long[1].evicted_tokens} tokens of each answer, {long[1].rounds} rounds in all,"
+            f" and freed {long[1].freed_pages} pages"
         )
+        for mode in (LONG_MODES[0], LONG_MODES[2]):
+            text = escape(repr(lm.tokenizer.decode(answers[mode][0].said[-80:])))
+            console.print(f"[bold]{mode}[/bold] ends: {text}", highlight=False)
         broken += broken_promises(long, long[0])
         results += long
     for text in broken:
