@@ -54,6 +54,8 @@ from torch import Tensor
 TOKENS_PER_PAGE = 32
 DTYPE = torch.bfloat16
 TABLE_COLUMNS = 132
+TEMPERATURE = 0.7  # of the long answers: the most likely words of a small model soon repeat themselves
+LONG_MODES = ("whole cache", "TriAttention", "TriAttention speaks")
 # What is promised of the perplexity of the first mode's answers: README, "What it costs in quality".
 ALLOWED_CHANGE = {"NVFP4 tiers": 0.03, "TriAttention": 0.25}
 
@@ -420,7 +422,9 @@ def generate_long_answers(
     for mode in LONG_MODES:
         on_step(f"{mode}: {len(prompts)} answers of {generate} tokens")
         server = Server(lm, mode, -(-longest // TOKENS_PER_PAGE) * (1 + len(prompts)), longest)
-        references = answers[LONG_MODES[0]] if mode == LONG_MODES[1] else [None] * len(prompts)
+        references: Sequence[Answer | None] = [None] * len(prompts)
+        if mode == LONG_MODES[1]:
+            references = answers[LONG_MODES[0]]
         method = None if mode == LONG_MODES[0] else config
         answers[mode] = [
             server.long_answer(prompt, generate, reference, method)
