@@ -482,3 +482,9 @@ class TestAdmission:
             manager.bind(
                 SimpleNamespace(target=SimpleNamespace(pools=[[interleaved]]), draft=None)  # type: ignore[arg-type]
             )
+
+
+def test_documented_example_runs() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "tiers.md").read_text()
+    first = text.split("```python\n", 1)[1].split("```", 1)[0]
+    exec(compile(first, "tiers.md", "exec"), {})

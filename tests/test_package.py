@@ -108,7 +108,18 @@ def test_version_has_one_source() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["py.typed", "_C.pyi", "_C_cuda.pyi", "include/kvc/nvfp4.h", "include/kvc/pages.h"]
+    "name",
+    [
+        "py.typed",
+        "_C.pyi",
+        "_C_cuda.pyi",
+        "_codec.pyi",
+        "include/kvc/cold_page_codec.h",
+        "include/kvc/nvfp4.h",
+        "include/kvc/pages.h",
+        "lib/libkvc_codec.so",
+        "methods/__init__.py",
+    ],
 )
 def test_file_is_shipped(name: str) -> None:
     assert (PACKAGE / name).is_file()
