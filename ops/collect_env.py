@@ -130,7 +130,10 @@ def report() -> Iterator[tuple[str, str]]:
     for name in LIBRARIES:
         yield f"kvc.{name}", guarded(partial(library, name))
     yield "kvc._codec", guarded(partial(library, "_codec"))
-    yield "C++ codec", ", ".join(n for n in CODEC_LIBRARIES if (PACKAGE / "lib" / f"{n}.so").is_file()) or "not built"
+    yield (
+        "C++ codec",
+        ", ".join(n for n in CODEC_LIBRARIES if (PACKAGE / "lib" / f"{n}.so").is_file()) or "not built",
+    )
     yield "built for", guarded(built_architectures)
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", guarded(platform.platform)
