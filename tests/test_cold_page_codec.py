@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import kvc
 import pytest
@@ -147,7 +148,7 @@ def described(pools: list[torch.Tensor]) -> list[tuple[int, int, int, int]]:
     ]
 
 
-def group_of(pools: list[torch.Tensor], *ids: int, page: PageLayout | None = None) -> tuple[object, object]:
+def group_of(pools: list[torch.Tensor], *ids: int, page: PageLayout | None = None) -> Any:
     page = page or layout()
     return described(pools), [(i, page.table.tolist(), page.scales.tolist()) for i in ids]
 
@@ -176,7 +177,7 @@ class TestModule:
         pools = random_pools(device, padded)
         expected = encoded(pools, form == "lossless")
         codec = Codec(str(library(device)), form)
-        codec.configure([group_of(pools, 4, 2)])  # type: ignore[list-item]
+        codec.configure([group_of(pools, 4, 2)])
         assert codec.cold_page_bytes(4) == expected.shape[1]
         guard = 64
         memory = torch.full(
@@ -205,8 +206,8 @@ class TestModule:
         one, two = random_pools("cpu"), random_pools("cpu")
         other = PageLayout([[PageBuffer(0, ROWS, HEAD_DIM, BF16)]])
         codec = Codec(str(library("cpu")), "nvfp4")
-        shared = described(one), [*group_of(one, 7, 3)[1], *group_of(one, 5, page=other)[1]]  # type: ignore[misc]
-        codec.configure([shared, group_of(two, 1)])  # type: ignore[list-item]
+        shared = described(one), [*group_of(one, 7, 3)[1], *group_of(one, 5, page=other)[1]]
+        codec.configure([shared, group_of(two, 1)])
         assert [codec.batching_id(i) for i in (7, 3, 5, 1, 9)] == [3, 3, 5, 1, -1]
         assert [codec.page_index_location(i) for i in (7, 9)] == [0, -1]
         assert codec.cold_page_bytes(5) == other.cold_page_bytes
@@ -215,7 +216,7 @@ class TestModule:
     def test_capsule_outlives_its_codec(self) -> None:
         pools = random_pools("cpu")
         codec = Codec(str(library("cpu")), "nvfp4")
-        codec.configure([group_of(pools, 0)])  # type: ignore[list-item]
+        codec.configure([group_of(pools, 0)])
         capsule = codec.capsule()
         get = ctypes.pythonapi.PyCapsule_GetPointer
         get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -225,7 +226,7 @@ class TestModule:
         del codec
         # queryColdPageBytes is the fourth entry of the table of virtual functions, after two destructors.
         table = ctypes.cast(address, ctypes.POINTER(ctypes.POINTER(ctypes.c_void_p)))[0]
-        query = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32)(table[3])  # type: ignore[arg-type]
+        query = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_void_p, ctypes.c_int32)(table[3])
         assert query(address, 0) == layout().cold_page_bytes
 
     def test_what_is_refused(self) -> None:
@@ -235,10 +236,10 @@ class TestModule:
         with pytest.raises(ImportError, match=r"nothing\.so"):
             Codec("/nothing.so", "nvfp4")
 
-        def configure(*groups: object) -> None:
-            Codec(str(library("cpu")), "nvfp4").configure(groups)  # type: ignore[arg-type]
+        def configure(*groups: Any) -> None:
+            Codec(str(library("cpu")), "nvfp4").configure(groups)
 
-        described_pools, (entry,) = group_of(pools, 0)  # type: ignore[misc]
+        described_pools, (entry,) = group_of(pools, 0)
         _, rows, scales = entry
         for groups, text in (
             ([], "at least one pool group"),
@@ -264,9 +265,9 @@ class TestModule:
         cold = torch.full((5, layout().cold_page_bytes), 0x5A, dtype=torch.uint8)
         with pytest.raises(ValueError, match="a configured one"):
             codec.encode(0, cold.data_ptr(), OUT.data_ptr(), 1)
-        codec.configure([group_of(pools, 0)])  # type: ignore[list-item]
+        codec.configure([group_of(pools, 0)])
         with pytest.raises(RuntimeError, match="configured already"):
-            codec.configure([group_of(pools, 0)])  # type: ignore[list-item]
+            codec.configure([group_of(pools, 0)])
         for pairs, text in (
             ([[0, SLOTS]], "a hot slot in"),
             ([[0, -1]], "a hot slot in"),
@@ -287,13 +288,13 @@ class TestModule:
     def test_unpinned_memory_and_mixed_pools_are_refused(self) -> None:
         pools = random_pools("cuda")
         codec = Codec(str(library("cuda")), "nvfp4")
-        codec.configure([group_of(pools, 0)])  # type: ignore[list-item]
+        codec.configure([group_of(pools, 0)])
         cold = torch.empty(5, layout().cold_page_bytes, dtype=torch.uint8)
         with pytest.raises(ValueError, match="pinned host memory"):
             codec.encode(0, cold.data_ptr(), OUT.data_ptr(), len(OUT))
         mixed = [*pools[:-1], random_pools("cpu")[-1]]
         with pytest.raises(ValueError, match="all on one device"):
-            Codec(str(library("cuda")), "nvfp4").configure([group_of(mixed, 0)])  # type: ignore[list-item]
+            Codec(str(library("cuda")), "nvfp4").configure([group_of(mixed, 0)])
 
     @pytest.mark.cuda
     def test_many_buffers_need_no_memory_and_no_synchronisation(self) -> None:
@@ -305,7 +306,7 @@ class TestModule:
         expected = torch.empty(slots, page.cold_page_bytes, dtype=torch.uint8, device="cuda")
         kvc.encode_pages_(expected, pools, pairs, page.table, page.scales)
         codec = Codec(str(library("cuda")), "nvfp4")
-        codec.configure([group_of(pools, 0, page=page)])  # type: ignore[list-item]
+        codec.configure([group_of(pools, 0, page=page)])
         cold = torch.zeros_like(expected)
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())

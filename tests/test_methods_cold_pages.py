@@ -476,12 +476,10 @@ class TestAdmission:
         manager = create_kv_cache_compression_manager(ColdPageConfig(), facts(layers))
         pools = [[torch.zeros(SLOTS, 2, 2, 4, 64, dtype=BF16)]] * 2
         with pytest.raises(ValueError, match="those of 1 layers"):
-            manager.bind(SimpleNamespace(target=SimpleNamespace(pools=pools), draft=None))  # type: ignore[arg-type]
+            manager.bind(SimpleNamespace(target=SimpleNamespace(pools=pools), draft=None))
         interleaved = torch.zeros(SLOTS, 4, 2, 2, 64, dtype=BF16).transpose(1, 3).transpose(1, 2)
         with pytest.raises(ValueError, match="one behind the other"):
-            manager.bind(
-                SimpleNamespace(target=SimpleNamespace(pools=[[interleaved]]), draft=None)  # type: ignore[arg-type]
-            )
+            manager.bind(SimpleNamespace(target=SimpleNamespace(pools=[[interleaved]]), draft=None))
 
 
 def test_documented_example_runs() -> None:
