@@ -168,6 +168,7 @@ class TriAttentionManager(KVCacheCompressionManager):
         self._width = config.selection_width(facts.max_draft_tokens)
         self._compressed: dict[Hashable, int] = {}
         self._lost: set[Hashable] = set()
+        self._slots = self._most_tokens = 0
         self._round: EvictionRound
 
     def _bind(self, engine: Engine) -> None:
@@ -179,6 +180,9 @@ class TriAttentionManager(KVCacheCompressionManager):
         for name, (cache, layers) in zip(("target", "draft"), caches, strict=False):
             check_cache(f"engine.{name}", cache, layers, self.facts)
         config, facts = self.config, self.facts
+        tables = [cache.page_table.shape for cache, _ in caches]
+        self._slots = min(rows for rows, _ in tables)
+        self._most_tokens = min(columns for _, columns in tables) * facts.tokens_per_page
         shape = RoundShape(
             mode=config.eviction_mode,
             normalize=config.normalize_scores,
@@ -250,6 +254,7 @@ class TriAttentionManager(KVCacheCompressionManager):
     def _due(self, requests: Sequence[Request]) -> list[tuple[Request, DueRequest]]:
         budget, is_due, known, facts = self.config.budget, self.config.is_due, self._compressed, self.facts
         found: list[tuple[Request, DueRequest]] = []
+        slots: set[int] = set()
         for request in requests:
             if request.suspended:
                 continue
@@ -264,15 +269,21 @@ class TriAttentionManager(KVCacheCompressionManager):
                 self._refuse(name, f"have at least {least} generated tokens", source - prompt)
             if not is_due(prompt, source, compressed):
                 continue
-            tail, draft_tail = request.tail, request.draft_tail
+            slot, tail, draft_tail = request.slot, request.tail, request.draft_tail
             if source - prompt > self._width:
                 expected = f"have at most {self._width} generated tokens, the selection width"
                 self._refuse(name, expected, source - prompt)
-            if tail > facts.max_tail or draft_tail > facts.max_draft_tail:
-                self._refuse(
-                    name, "have a tail within the facts' max_tail and max_draft_tail", (tail, draft_tail)
+            if not (0 <= tail <= facts.max_tail and 0 <= draft_tail <= facts.max_draft_tail):
+                expected = (
+                    f"have tails of at most {facts.max_tail} and, in the draft cache, {facts.max_draft_tail}"
                 )
-            found.append((request, DueRequest(request.slot, prompt, source, compressed, tail, draft_tail)))
+                self._refuse(name, expected, (tail, draft_tail))
+            if not 0 <= slot < self._slots or slot in slots:
+                self._refuse(name, f"have a slot of its own below {self._slots}", slot)
+            if source + max(tail, draft_tail) > self._most_tokens:
+                self._refuse(name, f"fit its page table of {self._most_tokens} tokens", source + tail)
+            slots.add(slot)
+            found.append((request, DueRequest(slot, prompt, source, compressed, tail, draft_tail)))
         if len(found) > facts.max_requests:
             raise RuntimeError(
                 f"kvc.methods.TriAttentionManager: at most {facts.max_requests} requests must be due,"

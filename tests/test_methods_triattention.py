@@ -191,9 +191,18 @@ class TestTrigger:
         request = admit(manager, engine, 4)
         engine.append(request, 8, tail=2)
         request.tail = 3
-        with pytest.raises(RuntimeError, match=r"max_tail.*\(3, 0\)"):
+        with pytest.raises(RuntimeError, match=r"tails of at most 2 and.*got \(3, 0\)"):
             manager.on_generation_step_end(engine.running)
-        request.tail = 2
+        request.tail, request.slot = 2, 4
+        with pytest.raises(RuntimeError, match="a slot of its own below 4, got 4"):
+            manager.on_generation_step_end(engine.running)
+        request.slot = 0
+        with pytest.raises(RuntimeError, match="a slot of its own below 4, got 0"):
+            manager.on_generation_step_end([request, request])
+        request.prompt_length, request.length = 60, 60 * 4 + 15
+        with pytest.raises(RuntimeError, match="page table of 256 tokens, got 257"):
+            manager.on_generation_step_end(engine.running)
+        request.prompt_length, request.length = 4, 12
         manager.on_generation_step_end(engine.running)
         request.length -= 1
         with pytest.raises(RuntimeError, match="at least 4 generated tokens, got 3"):
@@ -543,7 +552,7 @@ def scenarios(draw: Any) -> dict[str, Any]:
 class TestTraces:
     """Whatever requests do, a round keeps what the definition says and nothing else moves."""
 
-    @settings(max_examples=40)
+    @settings(max_examples=60)
     @given(scenarios())
     def test_against_the_oracle(self, scenario: dict[str, Any]) -> None:
         c, f, seed = scenario["config"], scenario["facts"], scenario["seed"]
