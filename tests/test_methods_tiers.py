@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 NEEDS = "needs kvc[methods]"
 pytest.importorskip("pydantic", reason=NEEDS)
@@ -32,7 +35,7 @@ from kvc.methods import (  # noqa: E402
     prefix_keys,
 )
 from kvc.methods.page_file import PageFile  # noqa: E402
-from kvc.methods.staging import StagingExhaustedError, StagingRing  # noqa: E402
+from kvc.methods.staging import StagingExhaustedError, StagingLease, StagingRing  # noqa: E402
 
 HEADS, HEAD_DIM, TOKENS, LAYERS = 2, 32, 4, 2
 BF16 = torch.bfloat16
@@ -514,6 +517,27 @@ class TestStaging:
         third.release()
         assert ring.lease(8192).start == 4096
 
+    @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * 4096)), max_size=40))
+    @settings(max_examples=50)
+    def test_leases_never_overlap(self, steps: list[tuple[bool, int]]) -> None:
+        ring = StagingRing(8 * 4096, pinned=False)
+        held: list[StagingLease] = []
+        for give_back, size in steps:
+            if give_back and held:
+                held.pop(size % len(held)).release()
+                continue
+            try:
+                held.append(ring.lease(size))
+            except StagingExhaustedError:
+                gaps = sorted([(0, 0), *((h.start, h.stop) for h in held), (ring.nbytes, ring.nbytes)])
+                needed = -(-size // 4096) * 4096
+                assert all(b[0] - a[1] < needed for a, b in itertools.pairwise(gaps))
+            spans = sorted((h.start, h.stop) for h in held)
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+            assert all(
+                0 <= h.start < h.stop <= ring.nbytes and h.tensor.numel() <= h.stop - h.start for h in held
+            )
+
     def test_waiting_for_oneself_fails(self) -> None:
         ring = StagingRing(2 * 4096, pinned=False)
         with ring.lease(4096) as held:
@@ -593,6 +617,21 @@ class TestStreams:
             for first in range(0, 8, 4):
                 for i, page in enumerate(get(store, *range(first, first + 4))):
                     assert same_bytes(page, content(first + i))
+
+    def test_a_page_on_the_gpu_is_read_after_its_writer_on_another_stream(self) -> None:
+        codec = make_codec(2, device="cuda")
+        with make_store(codec, 2) as store:
+            writer, bystander, reader = (torch.cuda.Stream() for _ in range(3))
+            with torch.cuda.stream(writer):
+                slots = store.allocate(0, 1)
+                torch.cuda._sleep(50_000_000)
+                write(store, slots[0], 3)
+                store.commit(0, slots, [key(3)])
+            with torch.cuda.stream(bystander):
+                store.release(0, slots)
+            with torch.cuda.stream(reader):
+                (page,) = get(store, 3)
+            assert same_bytes(page, content(3))
 
     def test_a_slow_reader_keeps_its_page(self) -> None:
         codec = make_codec(1, device="cuda")
