@@ -181,11 +181,12 @@ class TestTiers:
             add(store, 5)
             assert [n for n in range(6) if (0, key(n)) in store._hot[0].pages] == [0, 3, 4, 5]
 
+    @pytest.mark.parametrize("host", [0, 1])
     def test_pages_are_encoded_once_however_often_they_travel(
-        self, device: torch.device, tmp_path: Path
+        self, device: torch.device, host: int, tmp_path: Path
     ) -> None:
         codec = make_codec(1, quantized=True, device=device)
-        with make_store(codec, 1, 8, tmp_path) as store:
+        with make_store(codec, host, 8, tmp_path) as store:
             for number in range(4):
                 add(store, number)
             for _ in range(3):
@@ -389,6 +390,7 @@ class TestDisk:
                     continue  # two slots claim it; found or not, it is not the wrong page
                 assert len(pages) == (number not in broken.get(damage, [1])), number
                 assert all(same_bytes(p, content(number)) for p in pages)
+                assert store._hot[0].reachable() == 4
             assert store.stats.broken == (damage in ("payload", "cut", "moved"))
             # Its slot is used again.
             add(store, 3, 4)
@@ -430,6 +432,17 @@ class TestDisk:
             add(store, 4, 5)
             for number in range(6):
                 assert same_bytes(get(store, number)[0], content(number))
+
+    def test_a_page_may_be_dropped_for_the_one_that_makes_room_for_it(self, tmp_path: Path) -> None:
+        with make_store(make_codec(2), 1, 1, tmp_path) as store:
+            pinned = store.allocate(0, 1)
+            for number in range(3):
+                add(store, number)  # 0 is on the disk, 1 in host memory, 2 on the GPU
+            store.release(0, pinned)
+            assert get(store, 0) == []  # its way leads through host memory, and 1 takes its place on the disk
+            assert store._host[0].free == [0]
+            assert store._hot[0].reachable() == 2
+            assert same_bytes(get(store, 1)[0], content(1))
 
     def test_bad_arguments(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="folder"):
@@ -602,6 +615,10 @@ def test_page_file_keeps_the_newer_of_two_records(tmp_path: Path) -> None:
     assert not file.read(1, 1, b"k", back)
     assert not file.read(0, 0, b"k", back)
     file.close()
+    foreign = PageFile(tmp_path / "f", 100, 4, b"j" * 16)
+    assert list(foreign.records()) == []
+    assert not foreign.read(1, 0, b"k", back)
+    foreign.close()
 
 
 @pytest.mark.cuda
