@@ -262,6 +262,7 @@ def extensions() -> list[Extension]:
                 "kvc._C_cuda",
                 [
                     "kernels/common/module_cuda.cpp",
+                    "kernels/nvfp4/launch.cu",
                     "kernels/nvfp4/nvfp4.cu",
                     "kernels/compaction/compaction.cu",
                     "kernels/compaction/pack.cu",
