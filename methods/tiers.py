@@ -2,8 +2,8 @@
 
 For engines that have no page store of their own. A page is committed under a key that stands for its tokens and
 all before them (:func:`prefix_keys`); from then on it is found in the fastest tier that still has it. It is encoded
-once, when it first leaves the GPU; host and disk move the same bytes, and a page that comes back and leaves again
-keeps its cold copy.
+when it first leaves the GPU; host and disk move the same bytes, and a page that comes back keeps its cold copy while
+there is room for it, so that leaving again changes nothing.
 """
 
 from __future__ import annotations
