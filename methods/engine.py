@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 from torch import Tensor
 
 __all__ = ["Engine", "EngineFacts", "LayerFacts", "PagedCache", "Request", "Resize"]
@@ -97,6 +97,14 @@ class EngineFacts(BaseModel):
     tensor_parallel_size: Count = 1
     tensor_parallel_rank: Natural = 0
     logical_positions: bool = False
+
+    @field_validator("device")
+    @classmethod
+    def _with_index(cls, device: torch.device) -> torch.device:
+        """``cuda`` as the tensors of this moment's device say it, ``cuda:0``."""
+        if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+            return torch.device("cuda", torch.cuda.current_device())
+        return device
 
 
 class Request(Protocol):
