@@ -270,18 +270,15 @@ inline Scoring read_scoring(const Context& ctx, const std::vector<Tensor>& key_p
   return s;
 }
 
-// The result is written while keys, lengths and page table are still read.
+// The result is written while arguments are still read.
 inline Rows read_score_output(const Context& ctx, const Scoring& s, const std::vector<Tensor>& key_pools,
-                              const Tensor& page_table, const Tensor& prompt_lengths, const Tensor& source_lengths,
-                              const Tensor& out) {
+                              std::initializer_list<std::pair<const char*, Tensor>> others, const Tensor& out) {
   std::vector<Tensor> none;
   const Reader reader(ctx, key_pools[0], none);
   reader.check(out, "out", ScalarType::Float, "[requests, rows, width]", {s.requests, s.rows(), s.width});
   for (const Tensor& pool : key_pools)
     if (may_alias(out, pool)) ctx.value_error("out", "apart from key_pools", "memory that they lie in");
-  return read_output(
-      ctx, out, "out",
-      {{"page_table", page_table}, {"prompt_lengths", prompt_lengths}, {"source_lengths", source_lengths}});
+  return read_output(ctx, out, "out", others);
 }
 
 // Debug mode, with lengths and page table on the host: every token to score lies on a page of every pool.
