@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.resolve()
 CUDA_ARCHS = ("80", "86", "89", "90a", "100f", "120f", "80+PTX")
 # Kernels compiled ahead of time to machine code that the CUDA library carries.
 TRITON_MODULES = ("kernels/compaction/pack.py", "kernels/triattention/triattention.py")
-CUTE_MODULES: tuple[str, ...] = ()
+CUTE_MODULES: tuple[str, ...] = ("kernels/triattention/score.py",)
 CUTE_ARCHS = ("90a", "100f")
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11
 PYTHON_LIMITED_API = "0x030a0000"  # 3.10
@@ -227,6 +227,7 @@ def extensions() -> list[Extension]:
                     "kernels/compaction/compaction.cu",
                     "kernels/compaction/pack.cu",
                     "kernels/triattention/triattention.cu",
+                    "kernels/triattention/score_cute.cu",
                 ],
                 py_limited_api=True,
             )
@@ -239,7 +240,7 @@ EXTENSIONS = extensions()
 setup(
     ext_modules=EXTENSIONS,
     # pip installs these into its isolated environment, and only when CUDA is built.
-    setup_requires=["triton~=3.6.0"] if len(EXTENSIONS) > 1 else [],
+    setup_requires=["triton~=3.6.0", "nvidia-cutlass-dsl==4.8.1"] if len(EXTENSIONS) > 1 else [],
     cmdclass={"build_ext": BuildExtension},
     packages=["kvc", "kvc.include", "kvc.reference"],
     package_dir={"kvc": "ops", "kvc.include": "include"},
