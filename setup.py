@@ -275,6 +275,8 @@ def extensions() -> list[Extension]:
                 py_limited_api=True,
             )
         )
+        cuda_codec = [*CODEC_SOURCES, "kernels/nvfp4/codec_cuda.cu", "kernels/nvfp4/launch.cu"]
+        found.append(Extension("kvc.lib.libkvc_codec_cuda", cuda_codec))
     return found
 
 
