@@ -115,9 +115,6 @@ class BuildExtension(build_ext):
         targets, names = cuda_targets()
         with_cuda = ["-DUSE_CUDA", f'-DKVC_CUDA_ARCHS="{names}"']
 
-        headers = sorted(p for top in own for p in top.rglob("*") if p.suffix in (".h", ".cuh"))
-        shared = b"".join(path.read_bytes() for path in [*headers, torch / "version.py"])
-
         def compile_one(source: str) -> str:
             if source.endswith(".cu"):
                 assert nvcc is not None
@@ -142,15 +139,24 @@ class BuildExtension(build_ext):
             output = temp.parent / "objects" / hashlib.sha256(repr(command).encode()).hexdigest()[:12]
             output.mkdir(parents=True, exist_ok=True)
             output /= source.replace("/", "_") + ".o"
-            command += ["-c", str(ROOT / source), "-o", str(output)]
-            # An object is kept while what it was made of is the same, so a change in Python costs no compilation.
+            depends = output.with_suffix(".d")
+            command += ["-c", str(ROOT / source), "-o", str(output), "-MMD", "-MF", str(depends)]
             compiler = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
-            content = repr(command).encode() + compiler + shared + (ROOT / source).read_bytes()
-            digest, known = hashlib.sha256(content).hexdigest(), output.with_suffix(".sha256")
-            if not (output.is_file() and known.is_file() and known.read_text() == digest):
+
+            # An object is kept while what it was made of is the same, so a change elsewhere costs no compilation.
+            def digest() -> str:
+                content = repr(command).encode() + compiler + (torch / "version.py").read_bytes()
+                if depends.is_file():
+                    files = depends.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+                    content += b"".join(Path(f).read_bytes() for f in sorted(files) if Path(f).is_file())
+                return hashlib.sha256(content).hexdigest()
+
+            known = output.with_suffix(".sha256")
+            if not (output.is_file() and known.is_file() and known.read_text() == digest()):
                 known.unlink(missing_ok=True)
+                depends.unlink(missing_ok=True)
                 subprocess.run(command, check=True)
-                known.write_text(digest)
+                known.write_text(digest())
             return str(output)
 
         ops = ext.name in ("kvc._C", "kvc._C_cuda")
