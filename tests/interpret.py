@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from kvc.reference import compaction, topk
 from triton.runtime import interpreter  # type: ignore[import-untyped]
@@ -29,6 +30,8 @@ def _patch_with_index(tensor: Any, scope: Any) -> None:
 
 
 interpreter._patch_lang_tensor = _patch_with_index
+# On a GPU the maximum of NaN and a number is the number.
+interpreter.InterpreterBuilder.create_maxnumf = lambda self, a, b: self.binary_op(a, b, np.fmax)
 
 
 def load(source: str) -> Any:
@@ -134,25 +137,29 @@ def settle_case(rng: random.Random, settle: Any) -> None:
         provisional[provisional == -5] = 2**32  # whose low half would be an index
 
     chunks = max(1, -(-(width + vector - 1) // chunk))
-    words = torch.full((rows, chunks * chunk // 32), -1, dtype=torch.int32)
-    classes = torch.full((rows, chunks * chunk // 4), -1, dtype=torch.int8)
-    statistics = torch.full((rows, chunks, 8), -1, dtype=torch.int32)
+    classes = torch.full((rows, chunks * chunk // 16), -1, dtype=torch.int32)
+    records = torch.full((rows, chunks, 8), -1, dtype=torch.int32)
     out = torch.full((rows, k), 0x5EED, dtype=torch.int32)
-    marked, programs, step = rng.randint(0, 1), rng.randint(1, chunks), provisional.element_size() // 4
-    indices = provisional.view(torch.int32)
+    programs, step = rng.randint(1, chunks), provisional.element_size() // 4
     layout = (width, row_stride, start % vector, k)
-    if marked:
-        settle.settle_mark_kernel[(rows,)](
-            *(lengths, indices, words, *layout, step, words.shape[1], vector), BLOCK=16
-        )
     settle.settle_classify_kernel[rows, programs](
-        *(scores, lengths, indices, words, classes, statistics, *layout, step, chunks, marked),
+        *(
+            scores,
+            lengths,
+            provisional.view(torch.int32),
+            classes.view(torch.int8),
+            records,
+            *layout,
+            step,
+            chunks,
+        ),
         VECTOR=vector,
         CHUNK=chunk,
         BLOCK=16,
+        SUM=8,
     )
     settle.settle_emit_kernel[rows, programs](
-        *(lengths, bases, classes, statistics, out, *layout, chunks, 1, vector), CHUNK=chunk, RECORDS=2
+        *(lengths, bases, classes, records, out, *layout, chunks, 1, vector), CHUNK=chunk, RECORDS=2
     )
     assert torch.equal(out, expected), (out, expected)
 
