@@ -136,30 +136,29 @@ def settle_case(rng: random.Random, settle: Any) -> None:
     if provisional.dtype == torch.int64:
         provisional[provisional == -5] = 2**32  # whose low half would be an index
 
-    chunks = max(1, -(-(width + vector - 1) // chunk))
+    chunks, parts = max(1, -(-(width + vector - 1) // chunk)), rng.randint(1, 3)
+    leasts = torch.full((rows, 8, 2), -1, dtype=torch.int32)
     classes = torch.full((rows, chunks * chunk // 16), -1, dtype=torch.int32)
-    records = torch.full((rows, chunks, 8), -1, dtype=torch.int32)
+    counts = torch.full((rows, chunks), -1, dtype=torch.int32)
     out = torch.full((rows, k), 0x5EED, dtype=torch.int32)
-    programs, step = rng.randint(1, chunks), provisional.element_size() // 4
-    layout = (width, row_stride, start % vector, k)
-    settle.settle_classify_kernel[rows, programs](
-        *(
-            scores,
-            lengths,
-            provisional.view(torch.int32),
-            classes.view(torch.int8),
-            records,
-            *layout,
-            step,
-            chunks,
-        ),
+    programs, step = rng.randint(1, rows * chunks), provisional.element_size() // 4
+    settle.settle_pivot_kernel[rows, parts](
+        *(scores, lengths, provisional.view(torch.int32), leasts, width, row_stride, k, -(-k // parts), step),
+        BLOCK=16,
+    )
+    settle.settle_classify_kernel[(programs,)](
+        *(scores, lengths, leasts, classes.view(torch.int8), counts),
+        *(rows, width, row_stride, start % vector, parts, chunks),
         VECTOR=vector,
         CHUNK=chunk,
-        BLOCK=16,
         SUM=8,
     )
-    settle.settle_emit_kernel[rows, programs](
-        *(lengths, bases, classes, records, out, *layout, chunks, 1, vector), CHUNK=chunk, RECORDS=2
+    settle.settle_emit_kernel[(programs,)](
+        *(lengths, bases, leasts, classes, counts, out),
+        *(rows, width, row_stride, start % vector, k, parts, chunks, 1, vector),
+        CHUNK=chunk,
+        STEPS=3,
+        BLOCK=8,
     )
     assert torch.equal(out, expected), (out, expected)
 
