@@ -106,7 +106,7 @@ def pack_case(rng: random.Random, pack: Any) -> None:
 
 
 def settle_case(rng: random.Random, settle: Any) -> None:
-    chunk, vector = 128, rng.choice([4, 8])
+    chunk, vector = 64, rng.choice([4, 8])
     rows, width, k = rng.randint(1, 3), rng.randint(0, 500), rng.randint(1, 60)
     dtype = torch.float32 if vector == 4 else rng.choice([torch.float16, torch.bfloat16])
     generator = torch.Generator().manual_seed(rng.randint(0, 10**6))
@@ -136,28 +136,28 @@ def settle_case(rng: random.Random, settle: Any) -> None:
     if provisional.dtype == torch.int64:
         provisional[provisional == -5] = 2**32  # whose low half would be an index
 
-    chunks, parts = max(1, -(-(width + vector - 1) // chunk)), rng.randint(1, 3)
+    chunks, parts = 2 * max(1, -(-(width + vector - 1) // (2 * chunk))), rng.randint(1, 3)
     leasts = torch.full((rows, 8, 2), -1, dtype=torch.int32)
     classes = torch.full((rows, chunks * chunk // 16), -1, dtype=torch.int32)
     counts = torch.full((rows, chunks), -1, dtype=torch.int32)
     out = torch.full((rows, k), 0x5EED, dtype=torch.int32)
-    programs, step = rng.randint(1, rows * chunks), provisional.element_size() // 4
+    step = provisional.element_size() // 4
     settle.settle_pivot_kernel[rows, parts](
         *(scores, lengths, provisional.view(torch.int32), leasts, width, row_stride, k, -(-k // parts), step),
         BLOCK=16,
     )
-    settle.settle_classify_kernel[(programs,)](
+    settle.settle_classify_kernel[(rows * chunks,)](
         *(scores, lengths, leasts, classes.view(torch.int8), counts),
-        *(rows, width, row_stride, start % vector, parts, chunks),
+        *(width, row_stride, start % vector, parts, chunks),
         VECTOR=vector,
         CHUNK=chunk,
         SUM=8,
     )
-    settle.settle_emit_kernel[(programs,)](
+    settle.settle_emit_kernel[(rows * chunks // 2,)](
         *(lengths, bases, leasts, classes, counts, out),
-        *(rows, width, row_stride, start % vector, k, parts, chunks, 1, vector),
+        *(width, row_stride, start % vector, k, parts, chunks, 1, vector),
         CHUNK=chunk,
-        STEPS=3,
+        TILE=2 * chunk,
         BLOCK=8,
     )
     assert torch.equal(out, expected), (out, expected)

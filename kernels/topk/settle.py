@@ -5,7 +5,7 @@ it. Wanted are the former, and as many of the latter as were named, lowest index
 
 1. pivot gathers the named scores, parts of a row side by side: the least of them, and how many equal it.
 2. classify reads the scores, once, a chunk of a row in each program: is each above the pivot, or equal to it?
-3. emit takes a chunk's first column of the result from the counts of all chunks of its row, and writes indices.
+3. emit takes a tile's first column of the result from the counts of all chunks of its row, and writes indices.
 
 Positions count from the 16-byte boundary at or before the row, so that loads are aligned whatever the row is:
 column c is position lead + c.
@@ -18,7 +18,8 @@ from typing import Any
 import triton
 import triton.language as tl
 
-CHUNK = 8192  # positions of a program
+CHUNK = 4096  # positions that a program classifies
+TILE = 2 * CHUNK  # positions whose indices a program writes
 PARTS = tl.constexpr(8)  # at most so many programs share the provisional answer of a row
 GROUP = tl.constexpr(
     4
@@ -94,7 +95,6 @@ def settle_classify_kernel(
     leasts,  # int32 [rows, PARTS, 2]
     classes,  # int8 [rows, chunks * CHUNK / GROUP]
     counts,  # int32 [rows, chunks]: scores above the pivot, those equal to it in the upper half
-    rows,
     width,
     row_stride,
     lead,
@@ -104,36 +104,35 @@ def settle_classify_kernel(
     CHUNK: tl.constexpr,
     SUM: tl.constexpr,
 ):
-    total = rows.to(tl.int64) * chunks
-    for number in range(tl.program_id(0), total, tl.num_programs(0)):
-        row = tl.cast(number // chunks, tl.int32)
-        first = tl.cast(number % chunks, tl.int64) * CHUNK
-        offset, shift, length = _row(row, lengths, width, row_stride, lead, VECTOR)
-        end = length.to(tl.int64) + shift
-        if first < end:
-            memory = tl.multiple_of(scores + (offset - shift + first), 16)
-            local = tl.arange(0, CHUNK)
-            # NaN of a row becomes -inf; what is not of the row becomes NaN, and neither above nor equal.
-            if (first >= shift) & (first + CHUNK <= end):
-                value = tl.maximum(tl.load(memory + local).to(tl.float32), float("-inf"))
-            else:
-                inside = (local >= (shift - first).to(tl.int32)) & (local < (end - first).to(tl.int32))
-                value = tl.load(memory + local, mask=inside, other=0).to(tl.float32)
-                value = tl.where(inside, tl.maximum(value, float("-inf")), float("nan"))
-            pivot, _count = _pivot(leasts, row, parts)
-            value = tl.reshape(value, [CHUNK // GROUP, GROUP])
-            lane = tl.arange(0, GROUP)[None, :]
-            bits = tl.where(value > pivot, 1 << lane, 0) | tl.where(value == pivot, 16 << lane, 0)
-            bits = tl.sum(bits, axis=1)
-            tl.store(
-                classes + tl.cast(number, tl.int64) * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP),
-                bits.to(tl.int8),
-            )
-            ones = (bits & 0x55) + ((bits >> 1) & 0x55)
-            ones = (ones & 0x33) + ((ones >> 2) & 0x33)
-            ones = (ones & 0x0F) | ((ones & 0xF0) << 12)
-            ones = tl.sum(tl.reshape(ones, [CHUNK // GROUP // SUM, SUM]), axis=0)
-            tl.store(counts + number, tl.sum(ones, axis=0))
+    number = tl.program_id(0)
+    row = number // chunks
+    first = (number % chunks).to(tl.int64) * CHUNK
+    offset, shift, length = _row(row, lengths, width, row_stride, lead, VECTOR)
+    end = length.to(tl.int64) + shift
+    if first < end:
+        memory = tl.multiple_of(scores + (offset - shift + first), 16)
+        local = tl.arange(0, CHUNK)
+        # NaN of a row becomes -inf; what is not of the row becomes NaN, and neither above nor equal.
+        if (first >= shift) & (first + CHUNK <= end):
+            value = tl.maximum(tl.load(memory + local).to(tl.float32), float("-inf"))
+        else:
+            inside = (local >= (shift - first).to(tl.int32)) & (local < (end - first).to(tl.int32))
+            value = tl.load(memory + local, mask=inside, other=0).to(tl.float32)
+            value = tl.where(inside, tl.maximum(value, float("-inf")), float("nan"))
+        pivot, _count = _pivot(leasts, row, parts)
+        value = tl.reshape(value, [CHUNK // GROUP, GROUP])
+        lane = tl.arange(0, GROUP)[None, :]
+        bits = tl.where(value > pivot, 1 << lane, 0) | tl.where(value == pivot, 16 << lane, 0)
+        bits = tl.sum(bits, axis=1)
+        tl.store(
+            classes + number.to(tl.int64) * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP),
+            bits.to(tl.int8),
+        )
+        ones = (bits & 0x55) + ((bits >> 1) & 0x55)
+        ones = (ones & 0x33) + ((ones >> 2) & 0x33)
+        ones = (ones & 0x0F) | ((ones & 0xF0) << 12)
+        ones = tl.sum(tl.reshape(ones, [CHUNK // GROUP // SUM, SUM]), axis=0)
+        tl.store(counts + number, tl.sum(ones, axis=0))
 
 
 @triton.jit
@@ -181,7 +180,6 @@ def settle_emit_kernel(
     classes,  # int32 [rows, chunks * CHUNK / 16], four groups each
     counts,  # int32 [rows, chunks]
     out,  # int32 [rows, k]
-    rows,
     width,
     row_stride,
     lead,
@@ -191,73 +189,66 @@ def settle_emit_kernel(
     with_bases,
     vector,  # elements of 16 bytes
     CHUNK: tl.constexpr,
-    STEPS: tl.constexpr,  # 2 ** STEPS = CHUNK / 16
+    TILE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    all_chunks = rows.to(tl.int64) * chunks
-    for number in range(tl.program_id(0), all_chunks, tl.num_programs(0)):
-        row = tl.cast(number // chunks, tl.int32)
-        chunk = tl.cast(number % chunks, tl.int32)
-        _, shift, length = _row(row, lengths, width, row_stride, lead, vector)
-        used = ((length.to(tl.int64) + shift + CHUNK - 1) // CHUNK).to(tl.int32)
-        if chunk < tl.maximum(used, 1):
-            words = tl.arange(0, CHUNK // 16)
-            word = tl.load(
-                classes + tl.cast(number, tl.int64) * (CHUNK // 16) + words, mask=chunk < used, other=0
+    tiles = chunks // (TILE // CHUNK)
+    number = tl.program_id(0)
+    row = number // tiles
+    tile = number % tiles
+    # Nothing loaded here waits for the length.
+    place = tl.arange(0, TILE // 16)
+    word = tl.load(classes + number.to(tl.int64) * (TILE // 16) + place)
+    _pivot_of_row, ties = _pivot(leasts, row, parts)  # to keep
+    _, shift, length = _row(row, lengths, width, row_stride, lead, vector)
+    used = ((length.to(tl.int64) + shift + CHUNK - 1) // CHUNK).to(tl.int32)
+    used_tiles = tl.maximum((used + (TILE // CHUNK - 1)) // (TILE // CHUNK), 1)
+    if tile < used_tiles:
+        above_total = tl.cast(0, tl.int32)
+        equal_total = tl.cast(0, tl.int32)
+        above_before = tl.cast(0, tl.int32)
+        equal_before = tl.cast(0, tl.int32)
+        for begin in range(0, used, BLOCK):
+            c = begin + tl.arange(0, BLOCK)
+            both = tl.load(counts + row.to(tl.int64) * chunks + c, mask=c < used, other=0)
+            above = both & 0xFFFF
+            equal = both >> 16
+            earlier = c < tile * (TILE // CHUNK)
+            sums = tl.reduce(
+                (above, equal, tl.where(earlier, above, 0), tl.where(earlier, equal, 0)), 0, _sums
             )
-            _unused, ties = _pivot(leasts, row, parts)  # of the row, to keep
-            above_total = tl.cast(0, tl.int32)
-            equal_total = tl.cast(0, tl.int32)
-            above_before = tl.cast(0, tl.int32)
-            equal_before = tl.cast(0, tl.int32)
-            for begin in range(0, used, BLOCK):
-                c = begin + tl.arange(0, BLOCK)
-                both = tl.load(counts + tl.cast(row, tl.int64) * chunks + c, mask=c < used, other=0)
-                above = both & 0xFFFF
-                equal = both >> 16
-                earlier = c < chunk
-                sums = tl.reduce(
-                    (above, equal, tl.where(earlier, above, 0), tl.where(earlier, equal, 0)), 0, _sums
-                )
-                above_total += sums[0]
-                equal_total += sums[1]
-                above_before += sums[2]
-                equal_before += sums[3]
+            above_total += sums[0]
+            equal_total += sums[1]
+            above_before += sums[2]
+            equal_before += sums[3]
 
-            equal = _low_halves(word >> 4)
-            equal_count = _ones(equal)
-            left = ties - equal_before - (tl.cumsum(equal_count) - equal_count)
-            some = (1 << _place_of(equal, tl.maximum(left, 0))) - 1
-            equal = tl.where(left >= equal_count, equal, equal & some)
-            kept = _low_halves(word) | equal
-            kept_count = _ones(kept)
-            behind = tl.cumsum(kept_count)
-            before = behind - kept_count
+        first = tile.to(tl.int64) * TILE
+        word = tl.where(first + place * 16 < used.to(tl.int64) * CHUNK, word, 0)
+        kept = _low_halves(word)
+        equal = _low_halves(word >> 4)
+        ones = _ones(kept) | (_ones(equal) << 16)
+        before = tl.cumsum(ones) - ones
+        tie = equal_before + (before >> 16)
+        left = ties - tie
+        some = (1 << _place_of(equal, tl.maximum(left, 0))) - 1
+        kept |= tl.where(left >= (ones >> 16), equal, equal & some)
 
-            out_row = out + tl.cast(row, tl.int64) * k
-            start = above_before + tl.minimum(equal_before, ties)
-            # Wraps around where the ordinal does.
-            ordinal = chunk * CHUNK - shift
-            if with_bases != 0:
-                ordinal += tl.load(bases + row)
-            here = tl.sum(kept_count)
-            room = (tl.minimum(k, 2147483647) - start).to(tl.int32)
-            for begin in range(0, tl.minimum(here, room), BLOCK):
-                column = begin + tl.arange(0, BLOCK)
-                at = column * 0  # of the word that holds the column's index
-                for step in tl.static_range(STEPS):
-                    half = (1 << STEPS) >> (step + 1)
-                    at += tl.where(tl.gather(behind, at + (half - 1), 0) <= column, half, 0)
-                at = tl.minimum(at, CHUNK // 16 - 1)
-                place = _place_of(tl.gather(kept, at, 0), column - tl.gather(before, at, 0))
-                index = ordinal + at * 16 + place
-                tl.store(out_row + start + column, index, mask=column < tl.minimum(here, room))
+        # The ordinal wraps around where that of the contract does.
+        ordinal = (first - shift).to(tl.int32) + place * 16
+        if with_bases != 0:
+            ordinal += tl.load(bases + row)
+        out_row = out + row.to(tl.int64) * k
+        column = above_before + (before & 0xFFFF) + tl.minimum(tie, ties)
+        room = tl.minimum(k, 2147483647).to(tl.int32)
+        for lane in tl.static_range(16):
+            is_kept = (kept >> lane) & 1
+            tl.store(out_row + column, ordinal + lane, mask=(is_kept != 0) & (column < room))
+            column += is_kept
 
-            total = above_total + tl.minimum(equal_total, ties)
-            stride = tl.maximum(used, 1).to(tl.int64) * BLOCK
-            for padding in range(total + tl.cast(chunk, tl.int64) * BLOCK, k, stride):
-                column = padding + tl.arange(0, BLOCK)
-                tl.store(out_row + column, -1, mask=column < k)
+        end = above_total + tl.minimum(equal_total, ties)
+        for padding in range(end + tile.to(tl.int64) * BLOCK, k, used_tiles.to(tl.int64) * BLOCK):
+            behind = padding + tl.arange(0, BLOCK)
+            tl.store(out_row + behind, -1, mask=behind < k)
 
 
 def _scores(dtype: str) -> dict[str, str]:
@@ -274,8 +265,8 @@ def _pivots(dtype: str) -> dict[str, Any]:
             **dict.fromkeys(("row_stride", "k", "share"), "i64"),
             "step": "i32",
         },
-        "constants": {"BLOCK": 2048},
-        "warps": 8,
+        "constants": {"BLOCK": 1024},
+        "warps": 4,
     }
 
 
@@ -287,12 +278,12 @@ def _classify(dtype: str, vector: int) -> dict[str, Any]:
             "leasts": "*i32",
             "classes": "*i8",
             "counts": "*i32",
-            **dict.fromkeys(("rows", "width"), "i32"),
+            "width": "i32",
             "row_stride": "i64",
             **dict.fromkeys(("lead", "parts", "chunks"), "i32"),
         },
-        "constants": {"VECTOR": vector, "CHUNK": CHUNK, "SUM": 256},
-        "warps": 8,
+        "constants": {"VECTOR": vector, "CHUNK": CHUNK, "SUM": 128},
+        "warps": 4,
     }
 
 
@@ -308,13 +299,13 @@ AOT = {
         "kernel": settle_emit_kernel,
         "signature": {
             **dict.fromkeys(("lengths", "bases", "leasts", "classes", "counts", "out"), "*i32"),
-            **dict.fromkeys(("rows", "width"), "i32"),
+            "width": "i32",
             "row_stride": "i64",
             "lead": "i32",
             "k": "i64",
             **dict.fromkeys(("parts", "chunks", "with_bases", "vector"), "i32"),
         },
-        "constants": {"CHUNK": CHUNK, "STEPS": 9, "BLOCK": 128},
+        "constants": {"CHUNK": CHUNK, "TILE": TILE, "BLOCK": 128},
         "warps": 4,
     },
 }
