@@ -25,7 +25,7 @@ ROOT = Path(__file__).parent.resolve()
 CUDA_ARCHS = ("80", "86", "89", "90a", "100f", "120f", "80+PTX")
 # Kernels compiled ahead of time to machine code that the CUDA library carries.
 TRITON_MODULES = ("kernels/compaction/pack.py", "kernels/topk/settle.py")
-CUTE_MODULES: tuple[str, ...] = ()
+CUTE_MODULES = ("kernels/topk/select.py",)
 CUTE_ARCHS = ("90a", "100f")
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11
 PYTHON_LIMITED_API = "0x030a0000"  # 3.10
@@ -167,7 +167,8 @@ def compiled_kernels(folder: Path) -> str:
     majors = sorted({int("".join(filter(str.isdigit, arch))) // 10 * 10 for arch in cuda_archs()})
     command = [sys.executable, str(ROOT / "kernels" / "common" / "aot.py"), str(output)]
     command += ["--triton", ";".join(map(str, majors)), *(str(ROOT / module) for module in TRITON_MODULES)]
-    command += ["--cute", ";".join(arch for arch in CUTE_ARCHS if arch in cuda_archs())]
+    # A kernel without any machine code would not exist, so the first target is always built.
+    command += ["--cute", ";".join([arch for arch in CUTE_ARCHS if arch in cuda_archs()] or CUTE_ARCHS[:1])]
     command += [str(ROOT / module) for module in CUTE_MODULES]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "triton"), "TRITON_DISABLE_LINE_INFO": "1"}
     subprocess.run(command, check=True, env=environment)
@@ -241,7 +242,7 @@ EXTENSIONS = extensions()
 setup(
     ext_modules=EXTENSIONS,
     # pip installs these into its isolated environment, and only when CUDA is built.
-    setup_requires=["triton~=3.6.0"] if len(EXTENSIONS) > 1 else [],
+    setup_requires=["nvidia-cutlass-dsl==4.8.1", "triton~=3.6.0"] if len(EXTENSIONS) > 1 else [],
     cmdclass={"build_ext": BuildExtension},
     packages=["kvc", "kvc.include", "kvc.reference"],
     package_dir={"kvc": "ops", "kvc.include": "include"},

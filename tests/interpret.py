@@ -147,11 +147,10 @@ def settle_case(rng: random.Random, settle: Any) -> None:
         BLOCK=16,
     )
     settle.settle_classify_kernel[(rows * chunks,)](
-        *(scores, lengths, leasts, classes.view(torch.int8), counts),
+        *(scores, lengths, leasts, classes, counts),
         *(width, row_stride, start % vector, parts, chunks),
         VECTOR=vector,
         CHUNK=chunk,
-        SUM=8,
     )
     settle.settle_emit_kernel[(rows * chunks // 2,)](
         *(lengths, bases, leasts, classes, counts, out),

@@ -15,7 +15,7 @@ namespace {
 constexpr int64_t kChunk = 4096, kTile = 2 * kChunk, kParts = 8;  // CHUNK, TILE and PARTS of settle.py
 constexpr int64_t kPartColumns = 256;                             // provisional columns that a part is worth having for
 constexpr int64_t kBusy = 256;                                    // programs from which on more of them do not help
-constexpr int64_t kMaxPrograms = 1 << 30;                         // of a launch
+constexpr int64_t kMaxChunks = 1 << 17;  // of a launch, which bounds the scratch memory: a kibibyte each
 
 struct Kernels {
   KernelLoader pivot, classify;
@@ -63,7 +63,7 @@ void settle(const Context& ctx, const Selection& s, const Provisional& p, const 
   const bool aligned = reinterpret_cast<uintptr_t>(s.scores) % 16 == 0 && s.row_stride * item % 16 == 0;
   const int64_t slack = aligned ? 0 : 16 / item - 1;
   const int64_t tiles = std::max<int64_t>((s.width + slack + kTile - 1) / kTile, 1);
-  const int64_t most = std::max<int64_t>(kMaxPrograms / (tiles * (kTile / kChunk)), 1);
+  const int64_t most = std::max<int64_t>(kMaxChunks / (tiles * (kTile / kChunk)), 1);
   for (int64_t first = 0; first < s.rows; first += most) {
     Selection some = s;
     some.rows = std::min(most, s.rows - first);

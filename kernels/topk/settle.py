@@ -21,9 +21,8 @@ import triton.language as tl
 CHUNK = 4096  # positions that a program classifies
 TILE = 2 * CHUNK  # positions whose indices a program writes
 PARTS = tl.constexpr(8)  # at most so many programs share the provisional answer of a row
-GROUP = tl.constexpr(
-    4
-)  # positions that share a byte of classes: above in its low half, equal in its high one
+# Positions that share a word of classes: above the pivot in its low half, equal in its high one.
+GROUP = tl.constexpr(16)
 
 
 @triton.jit
@@ -93,7 +92,7 @@ def settle_classify_kernel(
     scores,  # [rows, width]
     lengths,  # int32 [rows]
     leasts,  # int32 [rows, PARTS, 2]
-    classes,  # int8 [rows, chunks * CHUNK / GROUP]
+    classes,  # int32 [rows, chunks * CHUNK / GROUP]
     counts,  # int32 [rows, chunks]: scores above the pivot, those equal to it in the upper half
     width,
     row_stride,
@@ -102,7 +101,6 @@ def settle_classify_kernel(
     chunks,
     VECTOR: tl.constexpr,
     CHUNK: tl.constexpr,
-    SUM: tl.constexpr,
 ):
     number = tl.program_id(0)
     row = number // chunks
@@ -122,34 +120,19 @@ def settle_classify_kernel(
         pivot, _count = _pivot(leasts, row, parts)
         value = tl.reshape(value, [CHUNK // GROUP, GROUP])
         lane = tl.arange(0, GROUP)[None, :]
-        bits = tl.where(value > pivot, 1 << lane, 0) | tl.where(value == pivot, 16 << lane, 0)
-        bits = tl.sum(bits, axis=1)
-        tl.store(
-            classes + number.to(tl.int64) * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP),
-            bits.to(tl.int8),
-        )
-        ones = (bits & 0x55) + ((bits >> 1) & 0x55)
-        ones = (ones & 0x33) + ((ones >> 2) & 0x33)
-        ones = (ones & 0x0F) | ((ones & 0xF0) << 12)
-        ones = tl.sum(tl.reshape(ones, [CHUNK // GROUP // SUM, SUM]), axis=0)
-        tl.store(counts + number, tl.sum(ones, axis=0))
+        word = tl.where(value > pivot, 1 << lane, 0) | tl.where(value == pivot, 65536 << lane, 0)
+        word = tl.sum(word, axis=1)
+        tl.store(classes + number.to(tl.int64) * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP), word)
+        tl.store(counts + number, tl.sum(_ones(word), axis=0))
 
 
 @triton.jit
-def _low_halves(bytes):
-    """The low halves of four bytes, side by side."""
-    bits = bytes & 0x0F0F0F0F
-    bits = (bits | (bits >> 4)) & 0x00FF00FF
-    return (bits | (bits >> 8)) & 0xFFFF
-
-
-@triton.jit
-def _ones(bits):
-    """Ones among 16 bits."""
-    bits = (bits & 0x5555) + ((bits >> 1) & 0x5555)
-    bits = (bits & 0x3333) + ((bits >> 2) & 0x3333)
-    bits = (bits & 0x0F0F) + ((bits >> 4) & 0x0F0F)
-    return (bits + (bits >> 8)) & 0x1F
+def _ones(word):
+    """Ones of both halves of words, in theirs."""
+    word = (word & 0x55555555) + ((word >> 1) & 0x55555555)
+    word = (word & 0x33333333) + ((word >> 2) & 0x33333333)
+    word = (word & 0x0F0F0F0F) + ((word >> 4) & 0x0F0F0F0F)
+    return (word + (word >> 8)) & 0x001F001F
 
 
 @triton.jit
@@ -168,8 +151,8 @@ def _place_of(bits, number):
 
 
 @triton.jit
-def _sums(a, b, c, d, w, x, y, z):
-    return a + w, b + x, c + y, d + z
+def _sums(a, b, c, d, e, v, w, x, y, z):
+    return a + v, b + w, c + x, d + y, e + z
 
 
 @triton.jit
@@ -177,7 +160,7 @@ def settle_emit_kernel(
     lengths,  # int32 [rows]
     bases,  # int32 [rows], read if there are some
     leasts,  # int32 [rows, PARTS, 2]
-    classes,  # int32 [rows, chunks * CHUNK / 16], four groups each
+    classes,  # int32 [rows, chunks * CHUNK / GROUP]
     counts,  # int32 [rows, chunks]
     out,  # int32 [rows, k]
     width,
@@ -196,9 +179,9 @@ def settle_emit_kernel(
     number = tl.program_id(0)
     row = number // tiles
     tile = number % tiles
-    # Nothing loaded here waits for the length.
-    place = tl.arange(0, TILE // 16)
-    word = tl.load(classes + number.to(tl.int64) * (TILE // 16) + place)
+    # Loaded before it is known whether the length reaches here.
+    place = tl.arange(0, TILE // GROUP)
+    word = tl.load(classes + number.to(tl.int64) * (TILE // GROUP) + place)
     _pivot_of_row, ties = _pivot(leasts, row, parts)  # to keep
     _, shift, length = _row(row, lengths, width, row_stride, lead, vector)
     used = ((length.to(tl.int64) + shift + CHUNK - 1) // CHUNK).to(tl.int32)
@@ -208,42 +191,48 @@ def settle_emit_kernel(
         equal_total = tl.cast(0, tl.int32)
         above_before = tl.cast(0, tl.int32)
         equal_before = tl.cast(0, tl.int32)
+        equal_through = tl.cast(0, tl.int32)
         for begin in range(0, used, BLOCK):
             c = begin + tl.arange(0, BLOCK)
             both = tl.load(counts + row.to(tl.int64) * chunks + c, mask=c < used, other=0)
             above = both & 0xFFFF
             equal = both >> 16
             earlier = c < tile * (TILE // CHUNK)
-            sums = tl.reduce(
-                (above, equal, tl.where(earlier, above, 0), tl.where(earlier, equal, 0)), 0, _sums
-            )
+            above_earlier = tl.where(earlier, above, 0)
+            equal_earlier = tl.where(earlier, equal, 0)
+            equal_so_far = tl.where(c < (tile + 1) * (TILE // CHUNK), equal, 0)
+            sums = tl.reduce((above, equal, above_earlier, equal_earlier, equal_so_far), 0, _sums)
             above_total += sums[0]
             equal_total += sums[1]
             above_before += sums[2]
             equal_before += sums[3]
+            equal_through += sums[4]
 
         first = tile.to(tl.int64) * TILE
-        word = tl.where(first + place * 16 < used.to(tl.int64) * CHUNK, word, 0)
-        kept = _low_halves(word)
-        equal = _low_halves(word >> 4)
-        ones = _ones(kept) | (_ones(equal) << 16)
+        word = tl.where(place < (used - tile * (TILE // CHUNK)) * (CHUNK // GROUP), word, 0)
+        ones = _ones(word)
         before = tl.cumsum(ones) - ones
         tie = equal_before + (before >> 16)
-        left = ties - tie
-        some = (1 << _place_of(equal, tl.maximum(left, 0))) - 1
-        kept |= tl.where(left >= (ones >> 16), equal, equal & some)
+        equal = (word >> 16) & 0xFFFF
+        if ties < equal_through:  # not all of these are kept
+            left = ties - tie
+            some = (1 << _place_of(equal, tl.maximum(left, 0))) - 1
+            equal = tl.where(left >= (ones >> 16), equal, equal & some)
+        kept = (word & 0xFFFF) | equal
 
         # The ordinal wraps around where that of the contract does.
-        ordinal = (first - shift).to(tl.int32) + place * 16
+        ordinal = (first - shift).to(tl.int32) + place * GROUP
         if with_bases != 0:
             ordinal += tl.load(bases + row)
         out_row = out + row.to(tl.int64) * k
         column = above_before + (before & 0xFFFF) + tl.minimum(tie, ties)
         room = tl.minimum(k, 2147483647).to(tl.int32)
-        for lane in tl.static_range(16):
-            is_kept = (kept >> lane) & 1
-            tl.store(out_row + column, ordinal + lane, mask=(is_kept != 0) & (column < room))
-            column += is_kept
+        for _turn in range(tl.max(_ones(kept))):
+            bit = kept & -kept
+            lane = (bit.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
+            tl.store(out_row + column, ordinal + lane, mask=(kept != 0) & (column < room))
+            column += 1
+            kept ^= bit
 
         end = above_total + tl.minimum(equal_total, ties)
         for padding in range(end + tile.to(tl.int64) * BLOCK, k, used_tiles.to(tl.int64) * BLOCK):
@@ -276,13 +265,12 @@ def _classify(dtype: str, vector: int) -> dict[str, Any]:
         "signature": {
             **_scores(dtype),
             "leasts": "*i32",
-            "classes": "*i8",
-            "counts": "*i32",
+            **dict.fromkeys(("classes", "counts"), "*i32"),
             "width": "i32",
             "row_stride": "i64",
             **dict.fromkeys(("lead", "parts", "chunks"), "i32"),
         },
-        "constants": {"VECTOR": vector, "CHUNK": CHUNK, "SUM": 128},
+        "constants": {"VECTOR": vector, "CHUNK": CHUNK},
         "warps": 4,
     }
 
@@ -305,7 +293,7 @@ AOT = {
             "k": "i64",
             **dict.fromkeys(("parts", "chunks", "with_bases", "vector"), "i32"),
         },
-        "constants": {"CHUNK": CHUNK, "TILE": TILE, "BLOCK": 128},
-        "warps": 4,
+        "constants": {"CHUNK": CHUNK, "TILE": TILE, "BLOCK": 64},
+        "warps": 2,
     },
 }
