@@ -29,7 +29,7 @@ TRITON_MODULES = (
     "kernels/topk/settle.py",
     "kernels/triattention/triattention.py",
 )
-CUTE_MODULES: tuple[str, ...] = ()
+CUTE_MODULES: tuple[str, ...] = ("kernels/topk/select.py", "kernels/triattention/score.py")
 CUTE_ARCHS = ("90a", "100f")
 CODEC_SOURCES = ("kernels/nvfp4/codec.cpp", "kernels/nvfp4/tiles_cpu.cpp")
 PYBIND_SOURCES = ("kernels/nvfp4/codec_python.cpp",)
@@ -115,9 +115,6 @@ class BuildExtension(build_ext):
         targets, names = cuda_targets()
         with_cuda = ["-DUSE_CUDA", f'-DKVC_CUDA_ARCHS="{names}"']
 
-        headers = sorted(p for top in own for p in top.rglob("*") if p.suffix in (".h", ".cuh"))
-        shared = b"".join(path.read_bytes() for path in [*headers, torch / "version.py"])
-
         def compile_one(source: str) -> str:
             if source.endswith(".cu"):
                 assert nvcc is not None
@@ -142,15 +139,24 @@ class BuildExtension(build_ext):
             output = temp.parent / "objects" / hashlib.sha256(repr(command).encode()).hexdigest()[:12]
             output.mkdir(parents=True, exist_ok=True)
             output /= source.replace("/", "_") + ".o"
-            command += ["-c", str(ROOT / source), "-o", str(output)]
-            # An object is kept while what it was made of is the same, so a change in Python costs no compilation.
+            depends = output.with_suffix(".d")
+            command += ["-c", str(ROOT / source), "-o", str(output), "-MMD", "-MF", str(depends)]
             compiler = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
-            content = repr(command).encode() + compiler + shared + (ROOT / source).read_bytes()
-            digest, known = hashlib.sha256(content).hexdigest(), output.with_suffix(".sha256")
-            if not (output.is_file() and known.is_file() and known.read_text() == digest):
+
+            # An object is kept while what it was made of is the same, so a change elsewhere costs no compilation.
+            def digest() -> str:
+                content = repr(command).encode() + compiler + (torch / "version.py").read_bytes()
+                if depends.is_file():
+                    files = depends.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+                    content += b"".join(Path(f).read_bytes() for f in sorted(files) if Path(f).is_file())
+                return hashlib.sha256(content).hexdigest()
+
+            known = output.with_suffix(".sha256")
+            if not (output.is_file() and known.is_file() and known.read_text() == digest()):
                 known.unlink(missing_ok=True)
+                depends.unlink(missing_ok=True)
                 subprocess.run(command, check=True)
-                known.write_text(digest)
+                known.write_text(digest())
             return str(output)
 
         ops = ext.name in ("kvc._C", "kvc._C_cuda")
@@ -203,7 +209,8 @@ def compiled_kernels(folder: Path) -> str:
     majors = sorted({int("".join(filter(str.isdigit, arch))) // 10 * 10 for arch in cuda_archs()})
     command = [sys.executable, str(ROOT / "kernels" / "common" / "aot.py"), str(output)]
     command += ["--triton", ";".join(map(str, majors)), *(str(ROOT / module) for module in TRITON_MODULES)]
-    command += ["--cute", ";".join(arch for arch in CUTE_ARCHS if arch in cuda_archs())]
+    # A kernel without any machine code would not exist, so the first target is always built.
+    command += ["--cute", ";".join([arch for arch in CUTE_ARCHS if arch in cuda_archs()] or CUTE_ARCHS[:1])]
     command += [str(ROOT / module) for module in CUTE_MODULES]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "triton"), "TRITON_DISABLE_LINE_INFO": "1"}
     subprocess.run(command, check=True, env=environment)
@@ -273,6 +280,7 @@ def extensions() -> list[Extension]:
                     "kernels/topk/settle.cu",
                     "kernels/topk/topk.cu",
                     "kernels/triattention/triattention.cu",
+                    "kernels/triattention/score_cute.cu",
                 ],
                 py_limited_api=True,
             )
@@ -287,7 +295,7 @@ EXTENSIONS = extensions()
 setup(
     ext_modules=EXTENSIONS,
     # pip installs these into its isolated environment, and only when CUDA is built.
-    setup_requires=["triton~=3.6.0"] if find_nvcc() is not None else [],
+    setup_requires=["triton~=3.6.0", "nvidia-cutlass-dsl==4.8.1"] if find_nvcc() is not None else [],
     cmdclass={"build_ext": BuildExtension},
     packages=["kvc", "kvc.include", "kvc.methods", "kvc.reference"],
     package_dir={"kvc": "ops", "kvc.include": "include", "kvc.methods": "methods"},

@@ -724,6 +724,10 @@ class TestErrors:
         out = arguments[0][1].view(-1)[: 2 * 96].view(2, 1, 96)
         with pytest.raises(ValueError, match="out must be apart from key_pools, got memory that they lie in"):
             ops.triattention_score(*arguments, out=out)
+        memory = torch.zeros(2, 128, device=device)
+        arguments = (*arguments[:4], memory[:, 96:], *arguments[5:])
+        with pytest.raises(ValueError, match="out must be apart from mean_cos, got memory that it lies in"):
+            ops.triattention_score(*arguments, out=memory[:, :96].unsqueeze(1))
 
     @pytest.mark.cuda
     def test_devices(self) -> None:
@@ -879,6 +883,12 @@ class TestCuda:
         for r in (0, requests - 1):
             agree(rows[r : r + 1], expected)
         assert (rows[1:-1] == LOWEST).all()
+
+    @pytest.mark.parametrize(("group", "width"), [(4, 70_400), (8, 70_400), (9, 30_000), (4, 300)])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_rows_longer_than_shared_memory(self, mode: str, group: int, width: int) -> None:
+        case = Case(2, 2, 1, group, 64, 64, 1_100, mode=mode, width=width, sources=[70_400, 21_000])
+        check(case, "cuda")
 
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
     def test_device_that_is_not_current(self) -> None:

@@ -30,19 +30,19 @@ enum class Direction {
 constexpr bool is_encode(Direction d) { return d == Direction::kEncode || d == Direction::kEncodeStaged; }
 
 // Blocks of device-memory moves are short-lived: the hardware keeps the chip full and neighbours close together.
-struct BlockShape {
-  uint32_t warps;
-  int64_t tiles;  // a warp
-};
-constexpr BlockShape block_shape(Direction d) {
-  return d == Direction::kDecodeDirect ? BlockShape{8, 1} : is_encode(d) ? BlockShape{4, 1} : BlockShape{2, 2};
+constexpr uint32_t warps_per_block(Direction d) { return d == Direction::kDecodeDirect ? 8 : is_encode(d) ? 4 : 2; }
+// Where arithmetic is what limits, a second tile (or two more) pays for the start of a block.
+constexpr int64_t tiles_per_warp(Direction d, bool bytes, bool residual) {
+  if (d == Direction::kDecodeDirect) return 1;
+  return is_encode(d) ? (bytes || residual ? 2 : 1) : (residual ? 4 : 2);
 }
+
 // Blocks of host-memory moves are few and stay: enough of them for PCIe, few enough to share the chip with a model.
 constexpr uint32_t kWarpsPerHostBlock = 8;
 constexpr int64_t kHostBlocks = 16;
 constexpr uint32_t kLogHostRun = 4;
 constexpr int64_t kMaxBlocks = 0x7FFFFFFF;
-constexpr uint32_t kDirectBytes = 8192;  // copied bytes of a tile that is decoded directly
+constexpr uint32_t kDirectBytes = 4096;  // copied bytes of a tile that is decoded directly
 
 constexpr TileLimits tile_limits(Direction d) {
   switch (d) {
@@ -372,6 +372,16 @@ void launch(const Header& h, const Inline<kBytes>& inlined, Grid grid, int devic
   cuda_check(cudaGetLastError(), "move_pages_kernel");
 }
 
+template <typename Holds>
+bool all_quantized(const PageWork& work, Holds&& holds) {
+  return std::all_of(work.segments.begin(), work.segments.end(),
+                     [&](const Segment& s) { return s.kind != SegmentKind::kQuantize || holds(s); });
+}
+
+bool holds_bytes(const PageWork& work) {
+  return all_quantized(work, [](const Segment& s) { return s.dtype == DType::kFloat8E4M3; });
+}
+
 // What the kernel must know of the work: the segments, where each starts, and host pairs.
 size_t starts_at(const PageWork& work) { return work.segments.size() * sizeof(Segment); }
 size_t pairs_at(const PageWork& work) { return starts_at(work) + work.segments.size() * sizeof(uint32_t); }
@@ -406,10 +416,12 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   h.total_tiles = work.pages * h.tiles_per_page;
   h.log_run = kLogHostRun;
   if (!host_cold && max_ctas == 0) {
-    constexpr BlockShape kShape = block_shape(kDirection);
     h.log_run = 0;
-    grid.warps = kShape.warps;
-    const int64_t tiles = std::clamp<int64_t>(h.total_tiles / (32 * multiprocessors), 1, kShape.tiles);
+    grid.warps = warps_per_block(kDirection);
+    const bool residual = std::any_of(work.segments.begin(), work.segments.end(),
+                                      [](const Segment& s) { return s.residual_groups != 0; });
+    const int64_t tiles = std::clamp<int64_t>(h.total_tiles / (32 * multiprocessors), 1,
+                                              tiles_per_warp(kDirection, holds_bytes(work), residual));
     grid.blocks = (h.total_tiles + tiles * grid.warps - 1) / (tiles * grid.warps);
   }
   grid.blocks = std::min({grid.blocks, (h.total_tiles + grid.warps - 1) / grid.warps, kMaxBlocks});
@@ -455,12 +467,6 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   launch<kDirection>(h, Inline<kSmallInline>(), grid, device, stream);
 }
 
-template <typename Holds>
-bool all_quantized(const PageWork& work, Holds&& holds) {
-  return std::all_of(work.segments.begin(), work.segments.end(),
-                     [&](const Segment& s) { return s.kind != SegmentKind::kQuantize || holds(s); });
-}
-
 Direction direction_of(const PageWork& work, bool encode, bool host_cold) {
   // Whether a lane may read or write a group's eight bytes at once.
   const bool aligned = all_quantized(work, [&](const Segment& s) {
@@ -468,8 +474,7 @@ Direction direction_of(const PageWork& work, bool encode, bool host_cold) {
            (work.cold_slots <= 1 || s.data_stride % kGroupBytes == 0);
   });
   if (encode) return host_cold || !aligned ? Direction::kEncodeStaged : Direction::kEncode;
-  const bool bytes = all_quantized(work, [](const Segment& s) { return s.dtype == DType::kFloat8E4M3; });
-  return !host_cold && aligned && bytes ? Direction::kDecodeDirect : Direction::kDecode;
+  return !host_cold && aligned && holds_bytes(work) ? Direction::kDecodeDirect : Direction::kDecode;
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 
 #include "common/launch_compiled.h"
 #include "triattention/arguments.h"
+#include "triattention/score_cute.h"
 
 namespace kvc::compiled {
 extern const CompiledKernel mean_phase, triattention_moments, triattention_reduce;
@@ -18,8 +19,9 @@ namespace {
 
 constexpr int64_t kAlignment = 128;  // of columns, in tokens: ALIGNMENT of triattention.py
 constexpr int64_t kPiecesPerMultiprocessor = 24;
-constexpr int kPoolFields = 5;  // POOL_FIELDS of triattention.py
-constexpr int kMaxLayers = 64;  // a launch of prepare_kernel carries the pools of
+constexpr int64_t kMaxTokens = INT32_MAX - 1024;  // which the last tile of a request may pass
+constexpr int kPoolFields = 5;                    // POOL_FIELDS of triattention.py
+constexpr int kMaxLayers = 64;                    // a launch of prepare_kernel carries the pools of
 constexpr int kThreads = 256;
 constexpr int kWarpSize = 32;
 
@@ -216,7 +218,8 @@ void score_with_triton(const Context& ctx, const Scoring& s, const Tensor& like,
                        const DeviceScope& scope) {
   const DeviceFacts& facts = device_facts(ctx, scope.device, reinterpret_cast<const void*>(prepare_kernel));
   const int64_t groups = s.layers() * s.kv_heads, rows = s.score_rows(), all_heads = s.layers() * s.q_heads;
-  const int64_t columns = round_up(std::min(s.width, s.tokens()) + kAlignment - 1, kAlignment);
+  const int64_t tokens = std::min(s.tokens(), kMaxTokens);
+  const int64_t columns = round_up(std::min(s.width, tokens) + kAlignment - 1, kAlignment);
   const int64_t wanted = std::max<int64_t>(facts.multiprocessors * kPiecesPerMultiprocessor / groups, 1);
   const int64_t pieces = wanted + s.requests;
   constexpr int64_t kColumnBlock = 32, kMomentBlock = 64;  // BLOCK_C of reduce, BLOCK_R of moments
@@ -244,7 +247,7 @@ void score_with_triton(const Context& ctx, const Scoring& s, const Tensor& like,
   p.layers = int32(s.layers());
   p.q_heads = int32(s.q_heads);
   p.bands = int32(s.bands);
-  p.tokens = s.tokens();
+  p.tokens = tokens;
   p.wanted_pieces = int32(wanted);
   p.pieces = int32(pieces);
   p.prompt_lengths = s.prompt_lengths;
@@ -280,7 +283,7 @@ void score_with_triton(const Context& ctx, const Scoring& s, const Tensor& like,
   const int64_t inner = s.mode == Mode::kUnion ? rows : plane_rows / s.kv_heads;
   reduce.launch_triton(ctx, scope.device, dim3(static_cast<unsigned>(s.requests * s.rows() * column_blocks)),
                        scope.stream, scores, normals, s.prompt_lengths, s.source_lengths, out.data, out.request,
-                       out.row, out.column, columns, s.tokens(), int32(rows), int32(inner),
+                       out.row, out.column, columns, tokens, int32(rows), int32(inner),
                        int32(per_head ? s.layers() : 1), int32(plane_rows), int32(s.rows()), int32(s.width),
                        int32(column_blocks), normalize);
 }
@@ -308,9 +311,19 @@ void check_on_host(const Context& ctx, const Scoring& s, cudaStream_t stream) {
   check_scoring(ctx, host);
 }
 
+// For comparisons: the scorer of other GPUs, whatever the GPU.
+bool only_triton() {
+  static const bool wanted = [] {
+    const char* scorer = std::getenv("KVC_TRIATTENTION_SCORER");
+    return scorer != nullptr && std::strcmp(scorer, "triton") == 0;
+  }();
+  return wanted;
+}
+
 void score(const Context& ctx, const Scoring& s, const Tensor& like, const Rows& out, const DeviceScope& scope) {
   if (debug_mode) check_on_host(ctx, s, scope.stream);
   if (s.empty()) return;
+  if (!only_triton() && launch_cute_scorer(ctx, s, like, out, scope)) return;
   score_with_triton(ctx, s, like, out, scope);
 }
 
@@ -378,7 +391,18 @@ void triattention_score_out(const std::vector<Tensor>& key_pools, const Tensor& 
   const DeviceScope scope(key_pools[0]);
   const Scoring s = read_scoring(ctx, key_pools, page_table, prompt_lengths, source_lengths, mean_cos, mean_sin,
                                  q_mean_real, q_mean_imag, q_norm_excess, freq_scale_sq, mode, normalize, width);
-  score(ctx, s, mean_cos, read_score_output(ctx, s, key_pools, page_table, prompt_lengths, source_lengths, out), scope);
+  const Rows rows = read_score_output(ctx, s, key_pools,
+                                      {{"page_table", page_table},
+                                       {"prompt_lengths", prompt_lengths},
+                                       {"source_lengths", source_lengths},
+                                       {"mean_cos", mean_cos},
+                                       {"mean_sin", mean_sin},
+                                       {"q_mean_real", q_mean_real},
+                                       {"q_mean_imag", q_mean_imag},
+                                       {"q_norm_excess", q_norm_excess},
+                                       {"freq_scale_sq", freq_scale_sq}},
+                                      out);
+  score(ctx, s, mean_cos, rows, scope);
 }
 
 }  // namespace
