@@ -1,5 +1,5 @@
-"""All benchmarks in one go: ``python -m bench`` measures, ``report`` writes tables and plots, ``compare`` shows two runs
-side by side."""
+"""All benchmarks in one go: ``python -m bench`` measures, ``report`` writes tables and plots, ``compare`` shows two
+runs side by side."""
 
 from __future__ import annotations
 
@@ -93,6 +93,11 @@ def report_command(
         screen.print(str(path))
 
 
+def spread(row: common.Row) -> tuple[float, float]:
+    """The middle 80% of a row's times."""
+    return row.get("us_p10", row["us"]), row.get("us_p90", row["us"])
+
+
 @app.command()
 def compare(
     before: Annotated[Path, typer.Argument(exists=True, dir_okay=False)],
@@ -112,9 +117,7 @@ def compare(
             if was is None or "us" not in row:
                 continue
             change = row["us"] / was["us"] - 1
-            clear = row.get("us_p10", row["us"]) > was.get("us_p90", was["us"]) or row.get(
-                "us_p90", row["us"]
-            ) < was.get("us_p10", was["us"])
+            clear = spread(row)[0] > spread(was)[1] or spread(row)[1] < spread(was)[0]
             style = ("red" if change > 0 else "green") if clear else "dim"
             cells = f"{was['us']:.1f}", f"{row['us']:.1f}", Text(f"{change:+.1%}", style=style)
             table.add_row(f"{family}: {row['case']}", *cells)

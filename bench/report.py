@@ -303,19 +303,19 @@ def draw_topk(axes: Axes, runs: Runs, rows: int = 256, k: int = 2048) -> str | N
         match = re.fullmatch(rf"{rows} x (\d+), k {k}, normal, full", row["case"])
         if match is None:
             continue
-        times = {"radix_topk": row["us"], "settle_ties": row.get("settle_us"), "read": row["read_us"]}
-        times |= {name: peer.get("us") for name, peer in row["peers"].items()}
-        for name, us in times.items():
+        found = {"radix_topk": row["us"], "settle_ties": row.get("settle_us"), "read": row["read_us"]}
+        found |= {name: peer.get("us") for name, peer in row["peers"].items()}
+        for name, us in found.items():
             if us is not None:
                 points.setdefault(name, []).append((int(match[1]), us))
     if not points:
         return None
-    read = sorted(points.pop("read"))
+    sizes, times = zip(*sorted(points.pop("read")), strict=True)
     styles = [(colour, MARKERS[i], line) for line in ("-", ":") for i, colour in enumerate(COLOURS)]
     for (name, line), (colour, marker, style) in zip(points.items(), styles, strict=False):
         axes.plot(
             *zip(*sorted(line), strict=True), style, marker=marker, color=colour, markersize=4, label=name
         )
-    limit(axes, *zip(*read, strict=True), "one read of the scores")  # type: ignore[arg-type]
+    limit(axes, sizes, times, "one read of the scores")
     axes.set(xlabel=f"fp32 scores a row; {rows} rows, k {k:,}", ylabel="us")
     return runs["topk"].place
