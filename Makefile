@@ -45,7 +45,7 @@ clean:
 	rm -rf $(VENV) build dist *.egg-info
 
 # Torch is installed first and on its own: kvc is built against whichever torch is there. A CUDA build also compiles
-# Triton kernels, and a CUDA torch has brought its Triton along.
+# Triton and CuTe DSL kernels, and a CUDA torch has brought its Triton along.
 $(VENV)/torch:
 	$(PYTHON) -m venv --clear --system-site-packages $(VENV)
 	@if ! $(BIN)/python -c 'from importlib.metadata import version; import sys; \
@@ -54,6 +54,8 @@ $(VENV)/torch:
 	$(BIN)/python -m pip install -q 'pybind11>=2.13' 'setuptools>=77'
 	@if PATH="$$PATH:$${CUDA_HOME:-/usr/local/cuda}/bin" command -v nvcc >/dev/null && ! $(BIN)/python -c 'import triton' 2>/dev/null; \
 	then set -x; $(BIN)/python -m pip install -q 'triton~=3.6.0'; fi
+	@if PATH="$$PATH:$${CUDA_HOME:-/usr/local/cuda}/bin" command -v nvcc >/dev/null && ! $(BIN)/python -c 'import cutlass' 2>/dev/null; \
+	then set -x; $(BIN)/python -m pip install -q 'nvidia-cutlass-dsl==4.8.1'; fi
 	@touch $@
 
 # Not isolated: an isolated build would fetch its tools again each time. Objects in build/ are kept while they are valid.

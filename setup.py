@@ -29,7 +29,7 @@ TRITON_MODULES = (
     "kernels/topk/settle.py",
     "kernels/triattention/triattention.py",
 )
-CUTE_MODULES: tuple[str, ...] = ()
+CUTE_MODULES: tuple[str, ...] = ("kernels/triattention/score.py",)
 CUTE_ARCHS = ("90a", "100f")
 CODEC_SOURCES = ("kernels/nvfp4/codec.cpp", "kernels/nvfp4/tiles_cpu.cpp")
 PYBIND_SOURCES = ("kernels/nvfp4/codec_python.cpp",)
@@ -270,10 +270,13 @@ def extensions() -> list[Extension]:
                     "kernels/topk/settle.cu",
                     "kernels/topk/topk.cu",
                     "kernels/triattention/triattention.cu",
+                    "kernels/triattention/score_cute.cu",
                 ],
                 py_limited_api=True,
             )
         )
+        cuda_codec = [*CODEC_SOURCES, "kernels/nvfp4/codec_cuda.cu", "kernels/nvfp4/launch.cu"]
+        found.append(Extension("kvc.lib.libkvc_codec_cuda", cuda_codec))
     return found
 
 
@@ -282,7 +285,7 @@ EXTENSIONS = extensions()
 setup(
     ext_modules=EXTENSIONS,
     # pip installs these into its isolated environment, and only when CUDA is built.
-    setup_requires=["triton~=3.6.0"] if find_nvcc() is not None else [],
+    setup_requires=["triton~=3.6.0", "nvidia-cutlass-dsl==4.8.1"] if find_nvcc() is not None else [],
     cmdclass={"build_ext": BuildExtension},
     packages=["kvc", "kvc.include", "kvc.methods", "kvc.reference"],
     package_dir={"kvc": "ops", "kvc.include": "include", "kvc.methods": "methods"},

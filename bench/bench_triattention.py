@@ -92,7 +92,7 @@ class Case:
         )
         return lambda: kvc.triattention_score(*arguments)
 
-    def gather_and_einsum(self, dtype: torch.dtype) -> Callable[[], Tensor]:
+    def gather_and_einsum(self, dtype: torch.dtype, compiled: bool) -> Callable[[], Tensor]:
         """The same rows of requests of one length with PyTorch: gather pages, three products, normalise, reduce."""
         bands, group = self.head_dim // 2, self.q_heads // self.kv_heads
         table, prompt, tokens, kv_heads = self.table.long(), self.prompt, self.tokens, self.kv_heads
@@ -112,8 +112,10 @@ class Case:
                 scores = (scores - mean) / deviation.clamp(min=1e-6)
             return scores.amax(2)
 
+        each = torch.compile(layer, dynamic=False) if compiled else layer
+
         def run() -> Tensor:
-            rows = [layer(pool, *(q[i] for q in self.queries)) for i, pool in enumerate(self.pools)]
+            rows = [each(pool, *(q[i] for q in self.queries)) for i, pool in enumerate(self.pools)]
             if self.mode == "union":
                 best = rows[0].amax(1)
                 for row in rows[1:]:
@@ -208,23 +210,18 @@ def peer_rows(ceiling: float, compiled: bool) -> list[Row]:
         name = f"side by side, {mode}, {requests} x 2,176"
         rows.append(row(f"{name}: kvc", base, ceiling, peak_bytes=peak(ours)))
         for dtype in (torch.float32, BF16):
-            eager = case.gather_and_einsum(dtype)
-            ways: dict[str, Callable[[], Any]] = {"gather, einsum": eager}
-            if compiled:
-                ways["the same, torch.compile"] = torch.compile(eager, mode="max-autotune-no-cudagraphs")
-            for way, run in ways.items():
+            for with_compile in (False, True) if compiled else (False,):
+                run = case.gather_and_einsum(dtype, with_compile)
                 off = float((run() - scored).abs().max())
-                times = common.gpu_times(run, repeats=7)
-                theirs = common.rate(case.nbytes, times)
+                theirs = common.rate(case.nbytes, common.gpu_times(run, repeats=7))
                 extra = {
                     "peak_bytes": peak(run),
                     "of_kvc": theirs["us"] / base["us"],
                     "largest_difference": off,
                 }
-                rows.append(
-                    row(f"{name}: {way}, {str(dtype).removeprefix('torch.')}", theirs, ceiling, **extra)
-                )
-        del case, ours, eager, ways, run
+                way = f"gather, einsum, {str(dtype).removeprefix('torch.')}{', torch.compile' * with_compile}"
+                rows.append(row(f"{name}: {way}", theirs, ceiling, **extra))
+        del case, ours, run
         torch.cuda.empty_cache()
     return rows
 

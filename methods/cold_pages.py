@@ -251,7 +251,7 @@ class ColdPageCodec:
     def native(self, max_ctas: int = 0) -> Codec:
         """The same codec for a C++ engine, bound to the same pools; layer group ids are those of the life cycles.
 
-        ``native().capsule()`` is a capsule named ``kvc.ColdPageCodec`` that holds a ``kvc::ColdPageCodec*`` of
+        ``native().capsule()`` is a capsule named ``kvc.ColdPageCodec`` that holds a ``ColdPageCodec*`` of
         ``kvc/cold_page_codec.h``. The pools must outlive it: C++ does not see that a tensor dies.
 
         Raises

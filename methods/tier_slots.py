@@ -77,4 +77,5 @@ class DiskTier(Slots):
             newest.pop((cycle, key), None)
             newest[cycle, key] = slot
         self.pages.update(newest)
-        self.free = [slot for slot in self.free if slot not in set(newest.values())]
+        taken = set(newest.values())
+        self.free = [slot for slot in self.free if slot not in taken]

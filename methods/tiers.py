@@ -2,8 +2,8 @@
 
 For engines that have no page store of their own. A page is committed under a key that stands for its tokens and
 all before them (:func:`prefix_keys`); from then on it is found in the fastest tier that still has it. It is encoded
-once, when it first leaves the GPU; host and disk move the same bytes, and a page that comes back and leaves again
-keeps its cold copy.
+when it first leaves the GPU; host and disk move the same bytes, and a page that comes back keeps its cold copy while
+there is room for it, so that leaving again changes nothing.
 """
 
 from __future__ import annotations
@@ -247,6 +247,7 @@ class TieredPageStore:
                 hot.slots[slot].key, hot.slots[slot].pins = name, 1
             self._unpin(hot, [hot.pages[name] for name in behind], None)
             self.stats.misses += len(keys) - len(found)
+            self._follow(*(hot.slots[hot.pages[name]].used for name in found))
             self.stats.gpu.hits += len(set(pinned).intersection(found))
             for name in reversed(found):  # the end of a sequence is to leave before its beginning
                 host.touch(name)
@@ -267,8 +268,8 @@ class TieredPageStore:
         with self._lock, self._counted():
             hot = self._tiers(life_cycle)[0]
             slots = self._take(life_cycle, count)
+            self._follow(*(hot.slots[slot].used for slot in slots))
             for slot in slots:
-                self._follow(hot.slots[slot].used)
                 hot.slots[slot] = HotSlot(pins=1)
             return slots
 
@@ -288,7 +289,7 @@ class TieredPageStore:
                     raise ValueError(
                         f"kvc.methods.TieredPageStore: slots must be pinned and unnamed, got {slot}"
                     )
-            written = self._mark()
+            written = self._mark_after(hot, slots)
             for slot, key in zip(slots, keys, strict=True):
                 name = (life_cycle, key)
                 hot.slots[slot].used = written
@@ -305,7 +306,7 @@ class TieredPageStore:
             hot = self._tiers(life_cycle)[0]
             if any(hot.slots[slot].pins < slots.count(slot) for slot in slots):
                 raise ValueError(f"kvc.methods.TieredPageStore: slots must be pinned, got {list(slots)}")
-            self._unpin(hot, list(reversed(slots)), self._mark())
+            self._unpin(hot, list(reversed(slots)), self._mark_after(hot, slots))
 
     def on_disk(self, life_cycle: int, key: bytes) -> bool:
         """Whether the page would survive the process now."""
@@ -475,7 +476,6 @@ class TieredPageStore:
         in_host: list[tuple[int, int]] = []  # (hot slot, host slot)
         hits = {"host": 0, "disk": 0}
         brought = 0
-        ready: Event = None
         for name, slot in zip(names, slots, strict=True):
             if name in host.pages:
                 hits["host"] += 1
@@ -498,17 +498,15 @@ class TieredPageStore:
                         blob = lease.tensor.view(1, page)
                         if not self._from_disk(disk, name, blob[0]):
                             break
-                        ready = self._decode(life_cycle, blob, [(slot, 0)])
-                        lease.release(ready)
+                        lease.release(self._decode(life_cycle, blob, [(slot, 0)]))
                 hits["disk"] += 1
             else:  # it was dropped for another page of this call
                 break
             brought += 1
         if in_host:
-            ready = self._decode(life_cycle, host.memory, in_host)
+            done = self._decode(life_cycle, host.memory, in_host)
             for _, host_slot in in_host:
-                host.used[host_slot] = ready
-        self._follow(ready)
+                host.used[host_slot] = done
         self.stats.host.hits += hits["host"]
         self.stats.disk.hits += hits["disk"]
         self.stats.host.onboarded_bytes += len(in_host) * page
@@ -577,8 +575,13 @@ class TieredPageStore:
             return None
         return torch.cuda.current_stream(self.codec.device).record_event()
 
-    def _follow(self, event: Event) -> None:
-        if event is not None:
+    def _mark_after(self, hot: HotTier, slots: Iterable[int]) -> Event:
+        """An event behind the current stream's work and behind all earlier users of the slots, on any stream."""
+        self._follow(*(hot.slots[slot].used for slot in slots))
+        return self._mark()
+
+    def _follow(self, *events: Event) -> None:
+        for event in {id(e): e for e in events if e is not None}.values():
             torch.cuda.current_stream(self.codec.device).wait_event(event)
 
     @contextmanager

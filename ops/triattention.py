@@ -155,14 +155,20 @@ def triattention_score(
     finite (NaN or infinite keys), gets -inf in that row and no part in its statistics: `"union"` ignores it
     there, the mean of `"per_head"` becomes -inf. Rows of equal scores normalise to 0.
 
-    On a GPU the keys are read once. Scratch memory, from PyTorch's allocator: 4 bytes for every request, layer,
-    KV head and column of the result (query head instead of KV head if normalised, so for `"union"` 4 * R * L *
-    q_heads * width bytes, `16 / D` of the keys read in bf16 at 4 query heads a KV head), columns rounded up to the
-    next multiple of 128 or the one after it, and never more than the page table names tokens; beside them folded
-    coefficients, 12 bytes for every request, layer, query head and frequency, and statistics, 12 bytes for every
-    query head of some thousands of pieces of work. A width no larger than what will be selected from keeps it
-    small. The call never synchronises and can be captured in a CUDA graph; lengths and table are read on the
-    device.
+    On a GPU the keys are read once, and scores that are to be normalised reach memory at most once. Scratch
+    memory comes from PyTorch's allocator:
+
+    * sm_90 and sm_100, bf16, fp16 or e4m3 keys of head size 64, 96, 128 or 256 that begin at multiples of 16
+      bytes: scores stay in shared memory, which `"union"` then needs no scratch beside. `"per_head"` takes
+      4 * R * L * kv_heads * width bytes. What a row has too many columns for (about 3,400 for each of up to 8 thread
+      blocks that share it, with 4 query heads a KV head) goes to memory once.
+    * otherwise: 4 bytes for every request, layer, KV head and column, or query head in place of KV head if
+      normalised; for `"union"` 4 * R * L * q_heads * width bytes, 352 MiB for 32 requests of 2,176 tokens, 36 layers
+      and 32 query heads. Columns are rounded up to a multiple of 128 and are never more than the page table names
+      tokens. Beside them 12 bytes for every request, layer, query head and frequency.
+
+    The call never synchronises and can be captured in a CUDA graph; lengths and table are read on the device.
+    On a GPU, rows whose scores spread beyond 1e18 cannot be normalised accurately: their deviation is no fp32 number.
 
     References
     ----------

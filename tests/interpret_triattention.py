@@ -87,14 +87,17 @@ def score(
     moments = torch.full((len(pieces), 3, rows), float("nan"))
     normals = torch.full((requests, 2, rows), float("nan"))
     name, vector = KEYS[pools[0].dtype]
+    two_parts = 16 < bands <= 32
     kernels.score_kernel[(len(pieces) * layers * kv_heads,)](
         *(pool_table, pieces, coefficients, table, prompts, scores, moments, table.stride(0), columns),
         *(layers, kv_heads, q_heads // kv_heads, bands, slots, width, int(normalize)),
         KEY=name,
         VECTOR=vector if aligned else 1,
         BLOCK_T=16,
-        BLOCK_F=1 << (bands - 1).bit_length(),
+        BLOCK_F=16 if two_parts else max(16, 1 << (bands - 1).bit_length()),
+        PARTS=1 + two_parts,
         BLOCK_H=4,
+        STAGES=1,
     )
     if normalize:
         blocks = -(-rows // 8)

@@ -6,18 +6,22 @@ import ctypes
 import os
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import kvc
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from kvc import PageBuffer, PageLayout
 
 PACKAGE = Path(kvc.__file__).parent
 EXAMPLE = Path(__file__).parent.parent / "examples" / "cold_page_codec.cpp"
 COMPILER = os.environ.get("CXX") or shutil.which("g++") or shutil.which("c++")
 BF16 = torch.bfloat16
+DTYPES = [torch.float16, BF16, torch.float32, torch.float8_e4m3fn]
 
 try:
     from kvc._codec import Codec
@@ -201,6 +205,74 @@ class TestModule:
             assert torch.equal(pool[rest], old[rest])
         again = encoded(pools, form == "lossless")
         assert torch.equal(again, expected)  # one trip is a fixed point at this magnitude
+
+    @given(st.data())
+    @settings(max_examples=30)
+    def test_any_layout_has_the_bytes_of_the_op(self, data: st.DataObject) -> None:
+        layers: list[list[PageBuffer]] = []
+        pool = 0
+        for _ in range(data.draw(st.integers(1, 3))):
+            layers.append([])
+            for _ in range(data.draw(st.integers(1, 3))):
+                if data.draw(st.booleans()):
+                    layers[-1].append(PageBuffer.copy(pool, data.draw(st.integers(1, 70))))
+                else:
+                    groups = data.draw(st.integers(1, 6))
+                    start = data.draw(st.integers(0, groups - 1))
+                    count = data.draw(st.integers(1, groups - start))
+                    first = data.draw(st.integers(start, start + count))
+                    residual = data.draw(st.integers(0, start + count - first))
+                    layers[-1].append(
+                        PageBuffer(
+                            pool,
+                            data.draw(st.integers(1, 5)),
+                            16 * groups,
+                            data.draw(st.sampled_from(DTYPES)),
+                            quantized_range=(16 * start, 16 * count),
+                            residual_range=(16 * first, 16 * residual),
+                            global_scale=data.draw(st.sampled_from([1.0, 0.37])),
+                        )
+                    )
+                pool += 1
+        page = PageLayout(layers)
+        generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1 << 30)))
+        pools = []
+        for buffer in (b for layer in layers for b in layer):
+            slot = torch.randn(4, -(-buffer.nbytes // 16) * 16, generator=generator) * 3
+            dtype = buffer.dtype if buffer.transform == "nvfp4" else torch.float8_e4m3fn
+            pools.append(slot.to(dtype).view(torch.uint8)[:, : -(-buffer.nbytes // 16) * 16].contiguous())
+        pairs = torch.tensor([[2, 3], [0, 1]], dtype=torch.int32)
+        expected, cold = (torch.full((3, page.cold_page_bytes), 0x5A, dtype=torch.uint8) for _ in range(2))
+        kvc.encode_pages_(expected, pools, pairs, page.table, page.scales)
+        codec = Codec(str(library("cpu")), "nvfp4")
+        codec.configure([group_of(pools, 0, page=page)])
+        codec.encode(0, cold.data_ptr(), pairs.data_ptr(), 2)
+        assert torch.equal(cold, expected)
+        back, home = [torch.zeros_like(p) for p in pools], pairs.flip(1).contiguous()
+        kvc.decode_pages_(back, cold, home, page.table, page.scales)
+        for p in pools:
+            p.zero_()
+        codec.decode(0, cold.data_ptr(), home.data_ptr(), 2)
+        assert all(torch.equal(a, b) for a, b in zip(pools, back, strict=True))
+
+    def test_many_pages_on_many_threads(self) -> None:
+        """Large enough for several threads in a call, and several calls at once."""
+        buffer = PageBuffer(0, 128, 128, BF16)
+        page, slots = PageLayout([[buffer]]), 96
+        pool = torch.randn(slots, 128 * 128, generator=torch.Generator().manual_seed(0)).to(BF16)
+        pairs = torch.stack((torch.randperm(slots), torch.randperm(slots)), 1).int()
+        expected = torch.empty(slots, page.cold_page_bytes, dtype=torch.uint8)
+        kvc.encode_pages_(expected, [pool], pairs, page.table, page.scales)
+        codec = Codec(str(library("cpu")), "nvfp4")
+        codec.configure([group_of([pool], 0, page=page)])
+
+        def encode(_: int) -> torch.Tensor:
+            cold = torch.zeros_like(expected)
+            codec.encode(0, cold.data_ptr(), pairs.data_ptr(), slots)
+            return cold
+
+        with ThreadPoolExecutor(4) as executor:
+            assert all(torch.equal(cold, expected) for cold in executor.map(encode, range(8)))
 
     def test_layer_groups_of_all_pool_groups(self) -> None:
         one, two = random_pools("cpu"), random_pools("cpu")

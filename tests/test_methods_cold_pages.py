@@ -288,7 +288,12 @@ class TestScales:
             load_kv_scales(checkpoint(tmp_path, {scale_name(0, "k"): value}))
 
     def test_each_family_takes_its_own(self, tmp_path: Path) -> None:
-        scales = {scale_name(4, "k"): 0.5, scale_name(4, "v"): 0.25, scale_name(5, "k"): 0.3}
+        scales = {
+            scale_name(4, "k"): 0.5,
+            scale_name(4, "v"): 0.25,
+            scale_name(5, "k"): 0.3,
+            scale_name(6, "v"): 0.3,
+        }
         config = ColdPageConfig(scale_checkpoint_path=checkpoint(tmp_path, scales))
         rows = CacheRows.gqa(1, 32, 4, BF16)
         both = ("key", rows.nbytes), ("value", rows.nbytes)
@@ -300,7 +305,10 @@ class TestScales:
         assert [b.global_scale for b in bind(config, draft, *both, layer=4).layers[0]] == [1.0, 1.0]
         latent = CacheRows.mla(32, 16, 4, BF16)
         assert bind(config, latent, ("key", latent.nbytes), layer=5).layers[0][0].global_scale == 1.0
+        assert bind(config, latent, ("key", latent.nbytes), layer=6).layers[0][0].global_scale == 1.0
         v4 = CacheRows.deepseek_v4(4, BF16)
+        with pytest.raises(ValueError, match="no k_scale"):
+            bind(config, v4, ("compress", v4.nbytes), layer=6)
         layout = bind(config, v4, ("compress", v4.nbytes), layer=5)
         assert layout.layers[0][0].global_scale == torch.tensor(0.3).item()
 
@@ -315,12 +323,15 @@ def many(device: torch.device | str = "cpu") -> tuple[ColdPageCodec, list[torch.
         )
         return (LayerBuffers(layer=number, buffers=buffers, rows=r),)
 
+    # As large as 3, and with K where that has V.
+    swapped = LayerBuffers(layer=5, rows=rows, buffers=layers(rows, 5)[0].buffers[::-1])
     cycles = [
         LifeCycle(id=3, layers=layers(rows, 0)),
         LifeCycle(id=2, layers=layers(short, 1), cold_group=1),
         LifeCycle(id=1, layers=layers(rows, 2)),
         LifeCycle(id=5, layers=layers(rows, 3), cold_group=4),
         LifeCycle(id=7, layers=layers(rows, 4), hot_group=1),
+        LifeCycle(id=9, layers=(swapped,)),
     ]
     buffers = cycles[0].layers[0].buffers
     groups = [pools_for(buffers, BF16, device) for _ in range(2)]
@@ -330,7 +341,7 @@ def many(device: torch.device | str = "cpu") -> tuple[ColdPageCodec, list[torch.
 class TestCodec:
     def test_equal_life_cycles_batch_under_the_smallest(self) -> None:
         codec, _ = many()
-        assert {c: codec.batching_id(c) for c in (1, 2, 3, 5, 7)} == {1: 1, 2: 2, 3: 1, 5: 5, 7: 7}
+        assert {c: codec.batching_id(c) for c in codec.life_cycles} == {1: 1, 2: 2, 3: 1, 5: 5, 7: 7, 9: 9}
         with pytest.raises(ValueError, match="life_cycle"):
             codec.batching_id(4)
 
@@ -395,7 +406,7 @@ class TestCodec:
             pytest.skip(str(error))
         pairs = torch.tensor([[0, 4], [2, 1], [1, 3]], dtype=torch.int32)
         stream = torch.cuda.current_stream().cuda_stream if device.type == "cuda" else 0
-        for cycle in (1, 2, 3, 5, 7):
+        for cycle in codec.life_cycles:
             assert native.cold_page_bytes(cycle) == codec.cold_page_bytes(cycle)
             cold = torch.zeros(3, codec.cold_page_bytes(cycle), dtype=torch.uint8, device=device)
             expected = torch.zeros_like(cold)
@@ -403,7 +414,7 @@ class TestCodec:
             codec.encode(cycle, expected, pairs)
             assert torch.equal(cold, expected)
         # Which cold group is the engine's to know: there, 5 differs from 1 only by it.
-        assert [native.batching_id(c) for c in (1, 2, 3, 5, 7)] == [1, 2, 1, 1, 7]
+        assert [native.batching_id(c) for c in (1, 2, 3, 5, 7, 9)] == [1, 2, 1, 1, 7, 9]
 
 
 def facts(layers: tuple[LayerFacts, ...], **options: Any) -> EngineFacts:

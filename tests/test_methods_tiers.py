@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import random
 import signal
@@ -14,6 +15,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 NEEDS = "needs kvc[methods]"
 pytest.importorskip("pydantic", reason=NEEDS)
@@ -32,7 +35,7 @@ from kvc.methods import (  # noqa: E402
     prefix_keys,
 )
 from kvc.methods.page_file import PageFile  # noqa: E402
-from kvc.methods.staging import StagingExhaustedError, StagingRing  # noqa: E402
+from kvc.methods.staging import StagingExhaustedError, StagingLease, StagingRing  # noqa: E402
 
 HEADS, HEAD_DIM, TOKENS, LAYERS = 2, 32, 4, 2
 BF16 = torch.bfloat16
@@ -178,11 +181,12 @@ class TestTiers:
             add(store, 5)
             assert [n for n in range(6) if (0, key(n)) in store._hot[0].pages] == [0, 3, 4, 5]
 
+    @pytest.mark.parametrize("host", [0, 1])
     def test_pages_are_encoded_once_however_often_they_travel(
-        self, device: torch.device, tmp_path: Path
+        self, device: torch.device, host: int, tmp_path: Path
     ) -> None:
         codec = make_codec(1, quantized=True, device=device)
-        with make_store(codec, 1, 8, tmp_path) as store:
+        with make_store(codec, host, 8, tmp_path) as store:
             for number in range(4):
                 add(store, number)
             for _ in range(3):
@@ -386,6 +390,7 @@ class TestDisk:
                     continue  # two slots claim it; found or not, it is not the wrong page
                 assert len(pages) == (number not in broken.get(damage, [1])), number
                 assert all(same_bytes(p, content(number)) for p in pages)
+                assert store._hot[0].reachable() == 4
             assert store.stats.broken == (damage in ("payload", "cut", "moved"))
             # Its slot is used again.
             add(store, 3, 4)
@@ -427,6 +432,17 @@ class TestDisk:
             add(store, 4, 5)
             for number in range(6):
                 assert same_bytes(get(store, number)[0], content(number))
+
+    def test_a_page_may_be_dropped_for_the_one_that_makes_room_for_it(self, tmp_path: Path) -> None:
+        with make_store(make_codec(2), 1, 1, tmp_path) as store:
+            pinned = store.allocate(0, 1)
+            for number in range(3):
+                add(store, number)  # 0 is on the disk, 1 in host memory, 2 on the GPU
+            store.release(0, pinned)
+            assert get(store, 0) == []  # its way leads through host memory, and 1 takes its place on the disk
+            assert store._host[0].free == [0]
+            assert store._hot[0].reachable() == 2
+            assert same_bytes(get(store, 1)[0], content(1))
 
     def test_bad_arguments(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="folder"):
@@ -514,6 +530,27 @@ class TestStaging:
         third.release()
         assert ring.lease(8192).start == 4096
 
+    @given(st.lists(st.tuples(st.booleans(), st.integers(1, 5 * 4096)), max_size=40))
+    @settings(max_examples=50)
+    def test_leases_never_overlap(self, steps: list[tuple[bool, int]]) -> None:
+        ring = StagingRing(8 * 4096, pinned=False)
+        held: list[StagingLease] = []
+        for give_back, size in steps:
+            if give_back and held:
+                held.pop(size % len(held)).release()
+                continue
+            try:
+                held.append(ring.lease(size))
+            except StagingExhaustedError:
+                gaps = sorted([(0, 0), *((h.start, h.stop) for h in held), (ring.nbytes, ring.nbytes)])
+                needed = -(-size // 4096) * 4096
+                assert all(b[0] - a[1] < needed for a, b in itertools.pairwise(gaps))
+            spans = sorted((h.start, h.stop) for h in held)
+            assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+            assert all(
+                0 <= h.start < h.stop <= ring.nbytes and h.tensor.numel() <= h.stop - h.start for h in held
+            )
+
     def test_waiting_for_oneself_fails(self) -> None:
         ring = StagingRing(2 * 4096, pinned=False)
         with ring.lease(4096) as held:
@@ -578,6 +615,10 @@ def test_page_file_keeps_the_newer_of_two_records(tmp_path: Path) -> None:
     assert not file.read(1, 1, b"k", back)
     assert not file.read(0, 0, b"k", back)
     file.close()
+    foreign = PageFile(tmp_path / "f", 100, 4, b"j" * 16)
+    assert list(foreign.records()) == []
+    assert not foreign.read(1, 0, b"k", back)
+    foreign.close()
 
 
 @pytest.mark.cuda
@@ -593,6 +634,21 @@ class TestStreams:
             for first in range(0, 8, 4):
                 for i, page in enumerate(get(store, *range(first, first + 4))):
                     assert same_bytes(page, content(first + i))
+
+    def test_a_page_on_the_gpu_is_read_after_its_writer_on_another_stream(self) -> None:
+        codec = make_codec(2, device="cuda")
+        with make_store(codec, 2) as store:
+            writer, bystander, reader = (torch.cuda.Stream() for _ in range(3))
+            with torch.cuda.stream(writer):
+                slots = store.allocate(0, 1)
+                torch.cuda._sleep(50_000_000)
+                write(store, slots[0], 3)
+                store.commit(0, slots, [key(3)])
+            with torch.cuda.stream(bystander):
+                store.release(0, slots)
+            with torch.cuda.stream(reader):
+                (page,) = get(store, 3)
+            assert same_bytes(page, content(3))
 
     def test_a_slow_reader_keeps_its_page(self) -> None:
         codec = make_codec(1, device="cuda")

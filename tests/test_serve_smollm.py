@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import sys
 from pathlib import Path
@@ -71,6 +72,19 @@ def test_every_mode_serves_the_same_conversations(tiny: smollm.SmolLM) -> None:
     assert nvfp4.offloaded_bytes["host"] * 3 < lossless.offloaded_bytes["host"]
     assert (lossless.loss, lossless.differing_tokens) == (everything.loss, 0)
     assert nvfp4.loss != everything.loss
+    assert nvfp4.perplexity == pytest.approx(everything.perplexity, rel=0.1)
+
+
+@pytest.mark.cuda
+def test_tiers_serve_a_gpu(tiny: smollm.SmolLM) -> None:
+    model = copy.deepcopy(tiny.model).to("cuda")
+    work = workload()
+    everything, off, lossless, nvfp4 = example.serve_in_every_mode(
+        smollm.describe(model), work, slots=6, host_pages=2
+    )
+    assert everything.reused_tokens == lossless.reused_tokens == nvfp4.reused_tokens > off.reused_tokens
+    assert lossless.hits["host"] + lossless.hits["disk"] > 0
+    assert (lossless.loss, lossless.differing_tokens) == (everything.loss, 0)
     assert nvfp4.perplexity == pytest.approx(everything.perplexity, rel=0.1)
 
 

@@ -724,6 +724,10 @@ class TestErrors:
         out = arguments[0][1].view(-1)[: 2 * 96].view(2, 1, 96)
         with pytest.raises(ValueError, match="out must be apart from key_pools, got memory that they lie in"):
             ops.triattention_score(*arguments, out=out)
+        memory = torch.zeros(2, 128, device=device)
+        arguments = (*arguments[:4], memory[:, 96:], *arguments[5:])
+        with pytest.raises(ValueError, match="out must be apart from mean_cos, got memory that it lies in"):
+            ops.triattention_score(*arguments, out=memory[:, :96].unsqueeze(1))
 
     @pytest.mark.cuda
     def test_devices(self) -> None:

@@ -2,9 +2,9 @@
 
 ``python aot.py OUTPUT.cpp --triton "80;90" MODULE.py ... --cute "90a;100f" MODULE.py ...``
 
-A Triton module lists its kernels in ``AOT``: name -> {"kernel", "signature", "constants", "warps"}, and "aligned" names
-the pointers that are multiples of 16 bytes. Each gets machine code for the given compute capabilities, and PTX of 8.0
-which the driver of any other GPU compiles.
+A Triton module lists its kernels in ``AOT``: name -> {"kernel", "signature", "constants", "warps"}, perhaps with
+"aligned", the pointers that are multiples of 16 bytes, and "registers", the most that a thread may use. Each gets
+machine code for the given compute capabilities, and PTX of 8.0 which the driver of any other GPU compiles.
 A CuTe DSL module lists its kernels in ``CUTE``: name -> (an object to ``cute.compile``, example arguments), where the
 object launches one kernel. Each gets machine code for the given targets only: other GPUs need another kernel.
 The result holds a ``const kvc::CompiledKernel kvc::compiled::<name>`` (kernels/common/compiled.h) for each.
@@ -65,6 +65,8 @@ def triton_image(name: str, description: dict[str, Any], capability: int) -> Ima
         },
     )
     options = {"num_warps": description["warps"], "num_stages": description.get("stages", 3)}
+    if "registers" in description:
+        options["maxnreg"] = description["registers"]
     compiled = triton.compile(source, target=GPUTarget("cuda", capability or PTX_OF, 32), options=options)
     metadata = compiled.metadata
     if list(source.signature) != kernel.arg_names:

@@ -3,8 +3,8 @@
 #include <cuda_runtime.h>
 
 #include <stdexcept>
-#include <string>
 
+#include "common/device.h"
 #include "nvfp4/codec.h"
 
 namespace kvc::nvfp4 {
@@ -12,17 +12,12 @@ namespace {
 
 constexpr int64_t kPagesPerCut = 64;
 
-void check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess)
-    throw std::runtime_error(std::string("CUDA error in ") + what + ": " + cudaGetErrorString(status));
-}
-
 // Makes a device current and what was current before afterwards.
 class CurrentDevice {
  public:
   explicit CurrentDevice(int device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice");
+    cuda_check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device) cuda_check(cudaSetDevice(device), "cudaSetDevice");
   }
   ~CurrentDevice() { (void)cudaSetDevice(before_); }
   CurrentDevice(const CurrentDevice&) = delete;

@@ -73,17 +73,25 @@ inline Range range_of(const Scoring& s, int64_t prompt, int64_t source) {
 class Reader {
  public:
   Reader(const Context& ctx, const Tensor& anchor, std::vector<Tensor>& copies)
-      : ctx_(ctx), anchor_(anchor), copies_(copies), index_(anchor.is_cpu() ? 0 : anchor.get_device_index()) {}
+      : ctx_(ctx),
+        anchor_(anchor),
+        copies_(copies),
+        cpu_(anchor.is_cpu()),
+        index_(cpu_ ? 0 : static_cast<int32_t>(anchor.get_device_index())) {}
 
-  void device(const Tensor& tensor, const std::string& argument) const {
-    const bool same = anchor_.is_cpu() ? tensor.is_cpu()
-                                       : tensor.is_cuda() && static_cast<int32_t>(tensor.get_device_index()) == index_;
-    if (!same) ctx_.type_error(argument, "on " + Context::describe_device(anchor_), Context::describe_device(tensor));
+  bool has(const Tensor& tensor) const {
+    return cpu_ ? tensor.is_cpu() : tensor.is_cuda() && static_cast<int32_t>(tensor.get_device_index()) == index_;
+  }
+  void reject(const Tensor& tensor, const std::string& argument) const {
+    ctx_.type_error(argument, "on " + Context::describe_device(anchor_), Context::describe_device(tensor));
+  }
+  void kind(const Tensor& tensor, const char* argument, ScalarType dtype) const {
+    if (!has(tensor)) reject(tensor, argument);
+    if (tensor.scalar_type() != dtype) ctx_.dtype(tensor, dtype, argument);
   }
   void check(const Tensor& tensor, const char* argument, ScalarType dtype, const char* names,
              std::initializer_list<int64_t> sizes) const {
-    device(tensor, argument);
-    ctx_.dtype(tensor, dtype, argument);
+    kind(tensor, argument, dtype);
     bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
     int64_t d = 0;
     for (const int64_t size : sizes) same = same && tensor.size(d++) == size;
@@ -118,6 +126,7 @@ class Reader {
   const Context& ctx_;
   const Tensor& anchor_;
   std::vector<Tensor>& copies_;
+  bool cpu_;
   int32_t index_;
 };
 
@@ -206,7 +215,7 @@ inline Scoring read_scoring(const Context& ctx, const std::vector<Tensor>& key_p
     const auto reject = [&](const std::string& expected) {
       ctx.value_error(argument(), expected, Context::describe_shape(pool));
     };
-    if (l > 0) reader.device(pool, argument());
+    if (l > 0 && !reader.has(pool)) reader.reject(pool, argument());
     const ScalarType dtype = pool.scalar_type();
     if (l == 0 && !is_key_dtype(dtype))
       ctx.type_error(argument(), "torch.bfloat16, torch.float16, torch.float32 or torch.float8_e4m3fn",
@@ -231,8 +240,7 @@ inline Scoring read_scoring(const Context& ctx, const std::vector<Tensor>& key_p
   }
   s.bands = head_dim / 2;
 
-  reader.device(page_table, "page_table");
-  ctx.dtype(page_table, ScalarType::Int, "page_table");
+  reader.kind(page_table, "page_table", ScalarType::Int);
   ctx.shape(page_table.dim() == 2 && page_table.size(0) < INT32_MAX, "page_table", "int32 [requests, max_pages]",
             page_table);
   s.requests = page_table.size(0);
@@ -248,11 +256,11 @@ inline Scoring read_scoring(const Context& ctx, const std::vector<Tensor>& key_p
   s.source_lengths = reader.ints(source_lengths, "source_lengths", "[requests]", {s.requests});
   s.mean_cos = reader.floats(mean_cos, "mean_cos", "[requests, F]", {s.requests, s.bands});
   s.mean_sin = reader.floats(mean_sin, "mean_sin", "[requests, F]", {s.requests, s.bands});
-  ctx.shape(q_mean_real.dim() == 3 && q_mean_real.size(1) > 0 && q_mean_real.size(1) % s.kv_heads == 0 &&
-                q_mean_real.size(1) <= INT32_MAX / s.layers(),
-            "q_mean_real",
-            ("fp32 [layers, q_heads, F] with a multiple of " + std::to_string(s.kv_heads) + " heads").c_str(),
-            q_mean_real);
+  if (q_mean_real.dim() != 3 || q_mean_real.size(1) < 1 || q_mean_real.size(1) % s.kv_heads != 0 ||
+      q_mean_real.size(1) > INT32_MAX / s.layers())
+    ctx.value_error("q_mean_real",
+                    "fp32 [layers, q_heads, F] with a multiple of " + std::to_string(s.kv_heads) + " heads",
+                    Context::describe_shape(q_mean_real));
   s.q_heads = q_mean_real.size(1);
   const std::initializer_list<int64_t> statistics = {s.layers(), s.q_heads, s.bands};
   s.q_mean_real = reader.floats(q_mean_real, "q_mean_real", "[layers, q_heads, F]", statistics);
@@ -262,18 +270,15 @@ inline Scoring read_scoring(const Context& ctx, const std::vector<Tensor>& key_p
   return s;
 }
 
-// The result is written while keys, lengths and page table are still read.
+// The result is written while arguments are still read.
 inline Rows read_score_output(const Context& ctx, const Scoring& s, const std::vector<Tensor>& key_pools,
-                              const Tensor& page_table, const Tensor& prompt_lengths, const Tensor& source_lengths,
-                              const Tensor& out) {
+                              std::initializer_list<std::pair<const char*, Tensor>> others, const Tensor& out) {
   std::vector<Tensor> none;
   const Reader reader(ctx, key_pools[0], none);
   reader.check(out, "out", ScalarType::Float, "[requests, rows, width]", {s.requests, s.rows(), s.width});
   for (const Tensor& pool : key_pools)
     if (may_alias(out, pool)) ctx.value_error("out", "apart from key_pools", "memory that they lie in");
-  return read_output(
-      ctx, out, "out",
-      {{"page_table", page_table}, {"prompt_lengths", prompt_lengths}, {"source_lengths", source_lengths}});
+  return read_output(ctx, out, "out", others);
 }
 
 // Debug mode, with lengths and page table on the host: every token to score lies on a page of every pool.

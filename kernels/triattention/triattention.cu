@@ -4,6 +4,7 @@
 
 #include "common/launch_compiled.h"
 #include "triattention/arguments.h"
+#include "triattention/score_cute.h"
 
 namespace kvc::compiled {
 extern const CompiledKernel mean_phase, triattention_moments, triattention_reduce;
@@ -308,9 +309,19 @@ void check_on_host(const Context& ctx, const Scoring& s, cudaStream_t stream) {
   check_scoring(ctx, host);
 }
 
+// For comparisons: the scorer of other GPUs, whatever the GPU.
+bool only_triton() {
+  static const bool wanted = [] {
+    const char* scorer = std::getenv("KVC_TRIATTENTION_SCORER");
+    return scorer != nullptr && std::strcmp(scorer, "triton") == 0;
+  }();
+  return wanted;
+}
+
 void score(const Context& ctx, const Scoring& s, const Tensor& like, const Rows& out, const DeviceScope& scope) {
   if (debug_mode) check_on_host(ctx, s, scope.stream);
   if (s.empty()) return;
+  if (!only_triton() && launch_cute_scorer(ctx, s, like, out, scope)) return;
   score_with_triton(ctx, s, like, out, scope);
 }
 
@@ -378,7 +389,18 @@ void triattention_score_out(const std::vector<Tensor>& key_pools, const Tensor& 
   const DeviceScope scope(key_pools[0]);
   const Scoring s = read_scoring(ctx, key_pools, page_table, prompt_lengths, source_lengths, mean_cos, mean_sin,
                                  q_mean_real, q_mean_imag, q_norm_excess, freq_scale_sq, mode, normalize, width);
-  score(ctx, s, mean_cos, read_score_output(ctx, s, key_pools, page_table, prompt_lengths, source_lengths, out), scope);
+  const Rows rows = read_score_output(ctx, s, key_pools,
+                                      {{"page_table", page_table},
+                                       {"prompt_lengths", prompt_lengths},
+                                       {"source_lengths", source_lengths},
+                                       {"mean_cos", mean_cos},
+                                       {"mean_sin", mean_sin},
+                                       {"q_mean_real", q_mean_real},
+                                       {"q_mean_imag", q_mean_imag},
+                                       {"q_norm_excess", q_norm_excess},
+                                       {"freq_scale_sq", freq_scale_sq}},
+                                      out);
+  score(ctx, s, mean_cos, rows, scope);
 }
 
 }  // namespace

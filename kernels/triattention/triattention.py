@@ -102,6 +102,56 @@ def _load_keys(pointers, mask, KEY: tl.constexpr):
 
 
 @triton.jit
+def _split(x):
+    """What a tensor core sees of fp32 as TF32, and the rest. Not for infinity, whose rest is NaN, as its score."""
+    high = (x.to(tl.uint32, bitcast=True) & 0xFFFFE000).to(tl.float32, bitcast=True)
+    return high, x - high
+
+
+@triton.jit
+def _multiply(x, y, y_rest, total, SPLIT: tl.constexpr):
+    """total + x @ (y + y_rest) in TF32, to fp32's accuracy. Without SPLIT, x is no wider than TF32."""
+    if SPLIT:
+        high, low = _split(x)
+        total = tl.dot(low, y, total, input_precision="tf32")
+        total = tl.dot(high, y_rest, total, input_precision="tf32")
+        total = tl.dot(high, y, total, input_precision="tf32")
+    else:
+        total = tl.dot(x, y_rest, total, input_precision="tf32")
+        total = tl.dot(x, y, total, input_precision="tf32")
+    return total
+
+
+@triton.jit
+def _load_weights(pointers, f, member, bands):
+    """a, b and c of BLOCK_H heads for the bands `f`, transposed and split."""
+    used = member[:, None] & (f < bands)[None, :]
+    a, a_rest = _split(tl.trans(tl.load(pointers + f[None, :], mask=used, other=0.0)))
+    b, b_rest = _split(tl.trans(tl.load(pointers + (bands + f)[None, :], mask=used, other=0.0)))
+    c, c_rest = _split(tl.trans(tl.load(pointers + (2 * bands + f)[None, :], mask=used, other=0.0)))
+    return a, a_rest, b, b_rest, c, c_rest
+
+
+@triton.jit
+def _add_bands(total, pointers, good, f, bands, a, a_rest, b, b_rest, c, c_rest, KEY: tl.constexpr):
+    """total + the share of the bands `f` in the scores of BLOCK_T tokens and BLOCK_H heads."""
+    mask = good[:, None] & (f < bands)[None, :]
+    real = _load_keys(pointers + f[None, :], mask, KEY)
+    imag = _load_keys(pointers + (bands + f)[None, :], mask, KEY)
+    if KEY == "bf16" or KEY == "fp32":
+        # Where a square would be no float, it is taken of less.
+        huge = tl.maximum(tl.abs(real), tl.abs(imag)) > 1.0e18
+        down = tl.where(huge, 5.421010862427522e-20, 1.0)  # 2^-64
+        up = tl.where(huge, 1.8446744073709552e19, 1.0)
+        norm = tl.sqrt(tl.fma(real * down, real * down, imag * down * (imag * down))) * up
+    else:
+        norm = tl.sqrt(tl.fma(real, real, imag * imag))
+    total = _multiply(real, a, a_rest, total, KEY == "fp32")
+    total = _multiply(imag, b, b_rest, total, KEY == "fp32")
+    return _multiply(norm, c, c_rest, total, True)
+
+
+@triton.jit
 def _merge(count, mean, m2, other_count, other_mean, other_m2):
     """Moments of two samples in one, after Chan, Golub and LeVeque."""
     total = count + other_count
@@ -134,7 +184,9 @@ def score_kernel(
     VECTOR: tl.constexpr,  # every row of keys begins at a multiple of so many elements
     BLOCK_T: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    PARTS: tl.constexpr,  # 1 or 2 times BLOCK_F bands
     BLOCK_H: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     kv_head = tl.program_id(0) % kv_heads
     layer = tl.program_id(0) // kv_heads % layers
@@ -163,21 +215,23 @@ def score_kernel(
         f = tl.arange(0, BLOCK_F)
         heads = tl.arange(0, BLOCK_H)
         q_heads = group * kv_heads
-        passes = 1
-        if normalize != 0:
-            passes = (group + BLOCK_H - 1) // BLOCK_H
-        for index in range(passes):
+        for index in range((group + BLOCK_H - 1) // BLOCK_H):
             first_head = index * BLOCK_H
-            last_head = group
-            if normalize != 0:
-                last_head = tl.minimum(group, first_head + BLOCK_H)
+            last_head = tl.minimum(group, first_head + BLOCK_H)
             row = kv_head * group + first_head
+            member = heads < last_head - first_head
             weights = coefficients + ((request * layers + layer) * q_heads + row) * 3 * half
             weights = tl.multiple_of(weights, 16 if VECTOR > 1 else 4)
+            weights = weights + (heads * 3 * half)[:, None]
+            a, a_rest, b, b_rest, c, c_rest = _load_weights(weights, f, member, half)
+            if PARTS == 2:
+                more_a, more_a_rest, more_b, more_b_rest, more_c, more_c_rest = _load_weights(
+                    weights, BLOCK_F + f, member, half
+                )
             count = tl.zeros([BLOCK_H], dtype=tl.float32)
             mean = tl.zeros([BLOCK_H], dtype=tl.float32)
             m2 = tl.zeros([BLOCK_H], dtype=tl.float32)
-            for start in range(begin, end, BLOCK_T):
+            for start in tl.range(begin, end, BLOCK_T, num_stages=STAGES):
                 token = start + tl.arange(0, BLOCK_T)
                 place = token // tokens_per_page
                 page = tl.load(page_table + request * page_table_stride + place, mask=token < end, other=-1)
@@ -187,56 +241,45 @@ def score_kernel(
                     page.to(tl.int64) * page_stride + slot.to(tl.int64) * token_stride + kv_head * head_stride
                 )
                 shift = tl.multiple_of(shift, [VECTOR])
-                pointers = keys + (shift[:, None] + f[None, :])
-                mask = good[:, None] & (f < half)[None, :]
-                real = _load_keys(pointers, mask, KEY)
-                imag = _load_keys(pointers + half, mask, KEY)
-                if KEY == "bf16" or KEY == "fp32":
-                    # Where a square would be no float, all of the token's are taken of less.
-                    most = tl.max(tl.maximum(tl.abs(real), tl.abs(imag)), axis=1)
-                    down = tl.where(most > 1.0e18, 5.421010862427522e-20, 1.0)[:, None]  # 2^-64
-                    up = tl.where(most > 1.0e18, 1.8446744073709552e19, 1.0)[:, None]
-                    norm = tl.sqrt(tl.fma(real * down, real * down, imag * down * (imag * down))) * up
-                else:
-                    norm = tl.sqrt(tl.fma(real, real, imag * imag))
-                best = tl.full([BLOCK_T], LOWEST, dtype=tl.float32)
-                tile = tl.full([BLOCK_T, BLOCK_H], LOWEST, dtype=tl.float32)
-                for head in range(first_head, last_head):
-                    weight = weights + ((head - first_head) * 3 * half + f)
-                    a = tl.load(weight, mask=f < half, other=0.0)
-                    b = tl.load(weight + half, mask=f < half, other=0.0)
-                    c = tl.load(weight + 2 * half, mask=f < half, other=0.0)
-                    product = tl.fma(c[None, :], norm, tl.fma(b[None, :], imag, a[None, :] * real))
-                    score = tl.sum(product, axis=1)
-                    score = tl.where(good & (tl.abs(score) < float("inf")), score, LOWEST)
-                    best = tl.maximum(best, score)
-                    tile = tl.where((heads == head - first_head)[None, :], score[:, None], tile)
+                pointers = keys + shift[:, None]
+                tile = tl.zeros([BLOCK_T, BLOCK_H], dtype=tl.float32)
+                tile = _add_bands(tile, pointers, good, f, half, a, a_rest, b, b_rest, c, c_rest, KEY)
+                if PARTS == 2:
+                    tile = _add_bands(
+                        *(tile, pointers, good, BLOCK_F + f, half),
+                        *(more_a, more_a_rest, more_b, more_b_rest, more_c, more_c_rest, KEY),
+                    )
+                finite = good[:, None] & member[None, :] & (tl.abs(tile) < float("inf"))
+                tile = tl.where(finite, tile, LOWEST)
                 column = (token - base).to(tl.int64)
                 written = (token < end) & (token < stored)
                 if normalize != 0:
                     tile_rows = ((request * layers + layer) * q_heads + row + heads).to(tl.int64) * columns
-                    use_tile = written[:, None] & (heads < last_head - first_head)[None, :]
+                    use_tile = written[:, None] & member[None, :]
                     tl.store(scores + (tile_rows[None, :] + column[:, None]), tile, mask=use_tile)
                     # About the lowest score of the tile, so that equal scores deviate by exactly 0.
-                    valid = tile > LOWEST
-                    number = tl.sum(valid.to(tl.float32), axis=0)
-                    lowest = tl.min(tl.where(valid, tile, float("inf")), axis=0)
+                    number = tl.sum(finite.to(tl.float32), axis=0)
+                    lowest = tl.min(tl.where(finite, tile, float("inf")), axis=0)
                     lowest = tl.where(number > 0, lowest, 0.0)
-                    above = tl.where(valid, tile - lowest[None, :], 0.0)
+                    above = tl.where(finite, tile - lowest[None, :], 0.0)
                     off = tl.sum(above, axis=0) / tl.maximum(number, 1.0)
-                    deviation = tl.where(valid, above - off[None, :], 0.0)
+                    deviation = tl.where(finite, above - off[None, :], 0.0)
                     spread = tl.sum(deviation * deviation, axis=0)
                     count, mean, m2 = _merge(count, mean, m2, number, lowest + off, spread)
                 else:
                     best_row = ((request * layers + layer) * kv_heads + kv_head).to(tl.int64) * columns
+                    best = tl.max(tile, axis=1)
+                    if index > 0:
+                        best = tl.maximum(
+                            best, tl.load(scores + (best_row + column), mask=written, other=LOWEST)
+                        )
                     tl.store(scores + (best_row + column), best, mask=written)
             if normalize != 0:
                 rows = (layers * q_heads).to(tl.int64)
                 to = piece * 3 * rows + layer * q_heads + row + heads
-                use = heads < last_head - first_head
-                tl.store(moments + to, count, mask=use)
-                tl.store(moments + rows + to, mean, mask=use)
-                tl.store(moments + 2 * rows + to, m2, mask=use)
+                tl.store(moments + to, count, mask=member)
+                tl.store(moments + rows + to, mean, mask=member)
+                tl.store(moments + 2 * rows + to, m2, mask=member)
 
 
 @triton.jit
@@ -340,12 +383,14 @@ def reduce_kernel(
     tl.store(to, result, mask=(j >= 0) & (j < width))
 
 
-def _score(key: str, pointer_vector: int, block_f: int) -> dict[str, object]:
+def _score(key: str, vector: int, bands: int) -> dict[str, object]:
+    """A scorer of up to so many bands, from keys of so many elements at a time."""
+    wide = bands > 64  # fewer tokens at a time, as shared memory is short
     return {
         "kernel": score_kernel,
         "signature": {
             "pools": "*i64",
-            **dict.fromkeys(("pieces",), "*i32"),
+            "pieces": "*i32",
             "coefficients": "*fp32",
             **dict.fromkeys(("page_table", "prompt_lengths"), "*i32"),
             **dict.fromkeys(("scores", "moments"), "*fp32"),
@@ -357,12 +402,15 @@ def _score(key: str, pointer_vector: int, block_f: int) -> dict[str, object]:
         "aligned": ("coefficients", "scores"),
         "constants": {
             "KEY": key,
-            "VECTOR": pointer_vector,
-            "BLOCK_T": 2048 // block_f,
-            "BLOCK_F": block_f,
+            "VECTOR": vector,
+            "BLOCK_T": 32 if wide else 64,
+            "BLOCK_F": min(bands, 64),
+            "PARTS": 2 if wide else 1,
             "BLOCK_H": 8,
+            "STAGES": 1 if wide and key == "fp32" else 2,
         },
-        "warps": 4,
+        "warps": 2 if wide else 4,
+        "registers": 168 if wide else 128,
     }
 
 
@@ -383,13 +431,12 @@ AOT = {
         "warps": 4,
     },
     **{
-        f"triattention_{key}_{block_f if vector > 1 else 'any'}": _score(key, vector, block_f)
-        for (key, widest), (block_f, aligned) in itertools.product(
-            {"bf16": 8, "fp16": 8, "fp32": 4, "e4m3": 16}.items(),
-            ((32, True), (64, True), (128, True), (128, False)),
+        f"triattention_{key}_{bands}": _score(key, vector, bands)
+        for (key, vector), bands in itertools.product(
+            {"bf16": 8, "fp16": 8, "fp32": 4, "e4m3": 16}.items(), (32, 64, 128)
         )
-        for vector in (widest if aligned else 1,)
     },
+    **{f"triattention_{key}_any": _score(key, 1, 128) for key in ("bf16", "fp16", "fp32", "e4m3")},
     "triattention_moments": {
         "kernel": moments_kernel,
         "signature": {

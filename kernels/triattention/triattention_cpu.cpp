@@ -326,7 +326,18 @@ void triattention_score_out(const std::vector<Tensor>& key_pools, const Tensor& 
   if (!key_pools.empty()) ctx.cpu(key_pools[0], "key_pools[0]");
   const Scoring s = read_scoring(ctx, key_pools, page_table, prompt_lengths, source_lengths, mean_cos, mean_sin,
                                  q_mean_real, q_mean_imag, q_norm_excess, freq_scale_sq, mode, normalize, width);
-  score(ctx, s, mean_cos, read_score_output(ctx, s, key_pools, page_table, prompt_lengths, source_lengths, out));
+  const Rows rows = read_score_output(ctx, s, key_pools,
+                                      {{"page_table", page_table},
+                                       {"prompt_lengths", prompt_lengths},
+                                       {"source_lengths", source_lengths},
+                                       {"mean_cos", mean_cos},
+                                       {"mean_sin", mean_sin},
+                                       {"q_mean_real", q_mean_real},
+                                       {"q_mean_imag", q_mean_imag},
+                                       {"q_norm_excess", q_norm_excess},
+                                       {"freq_scale_sq", freq_scale_sq}},
+                                      out);
+  score(ctx, s, mean_cos, rows);
 }
 
 }  // namespace
