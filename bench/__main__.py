@@ -95,7 +95,7 @@ def report_command(
 
 def spread(row: common.Row) -> tuple[float, float]:
     """The middle 80% of a row's times."""
-    return row.get("us_p10", row["us"]), row.get("us_p90", row["us"])
+    return float(row.get("us_p10") or row["us"]), float(row.get("us_p90") or row["us"])
 
 
 @app.command()

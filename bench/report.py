@@ -120,20 +120,24 @@ def transfers(run: Run) -> Lines:
     rows = []
     for size in sorted({row["page_bytes"] for row in found}):
         times = {row["way"]: row for row in found if row["page_bytes"] == size}
-        cells = [
-            f"{times[way]['us_page']:.2f}" if "us_page" in times[way] else times[way]["refuses"]
-            for way in ways
-        ]
+        cells = [time_of(times.get(way, {})) for way in ways]
         rows.append([f"{size >> 10:,} KiB", *cells])
     return markdown(("BF16 page, us a page", *ways), rows)
 
 
+def time_of(row: Row) -> str:
+    return f"{row['us_page']:.2f}" if "us_page" in row else str(row.get("refuses", "-"))
+
+
 def compaction(run: Run) -> Lines:
-    kinds = ("ordered: ", "fill: ", "side by side, ")
+    kinds = ("ordered: ", "fill: ", "side by side, 32")
+    details = ("pages of", "head size", "MLA", "idle")  # in the JSON
     rows = [
         [row["case"], f"{row['us']:,.1f}", of_ceiling(row)]
         for row in run.rows
-        if row["case"].startswith(kinds) and "share" in row
+        if row["case"].startswith(kinds)
+        and "share" in row
+        and not any(word in row["case"] for word in details)
     ]
     return markdown(("case", "us", "share of a copy"), rows)
 
@@ -194,6 +198,28 @@ TABLES: dict[str, tuple[str, Callable[[Run], Lines]]] = {
 }
 
 
+CAPTIONS = {
+    "pinned": "Cold pages to and from pinned host memory, 16 thread blocks; plain kernels that only store or load the"
+    " cold bytes\nare the ceiling.",
+    "hbm": "Between pools and cold pages in the GPU's memory, hot and cold bytes counted, against a copy, {copy}."
+    "\n\n![time against bytes](docs/bench_bytes.svg)",
+    "beside": "What a transfer to or from pinned memory costs matrix products that run beside it.",
+    "transfers": "Pages of one size to pinned memory, launches included."
+    "\n\n![time against the size of a page](docs/bench_transfers.svg)",
+    "compaction": "Compaction in BF16, budget 2,048, 128 of 2,176 tokens evicted at random; bytes read and written"
+    " against\na copy, {copy}.",
+    "topk": "Top-k of 256 rows of fp32 scores, normal, cold L2."
+    "\n\n![time against the width of a row](docs/bench_topk.svg)",
+    "triattention": "TriAttention scores of 36 layers, every key byte counted once against a copy, {copy}.",
+    "rounds": "Whole eviction rounds of requests of 512 + 2,176 tokens, 36 layers.",
+}
+
+
+def copy_rate(run: Run) -> str:
+    row = run.find("ceiling: device copy, read + write")
+    return rate(row["gb_per_s"]) if row else "not measured"
+
+
 def write_tables(page: Path, runs: Runs) -> list[str]:
     """Renew what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; tables without results stay."""
     text, written = page.read_text(), []
@@ -204,10 +230,11 @@ def write_tables(page: Path, runs: Runs) -> list[str]:
             raise SystemExit(f"{page}: bench:{name} must be one of {', '.join(TABLES)}")
         family, table = TABLES[name]
         lines = table(runs[family]) if family in runs else []
+        caption = CAPTIONS[name].format(copy=copy_rate(runs[family])) if lines else ""
         if not lines:
             return found[0]
         written.append(name)
-        body = "\n".join([*lines, "", runs[family].place + "."])
+        body = "\n".join([caption, "", *lines, "", f"{runs[family].place}."])
         return f"<!-- bench:{name} -->\n\n{body}\n\n<!-- /bench -->"
 
     text = re.sub(r"<!-- bench:(\w+) -->.*?<!-- /bench -->", renew, text, flags=re.DOTALL)
@@ -222,7 +249,7 @@ def draw(folder: Path, runs: Runs) -> list[Path]:
 
     matplotlib.rcParams["svg.hashsalt"] = "kvc"  # the same results, the same file
     folder.mkdir(parents=True, exist_ok=True)
-    plots = {
+    plots: dict[str, Callable[[Axes, Runs], str | None]] = {
         "bench_bytes.svg": draw_bytes,
         "bench_transfers.svg": draw_transfers,
         "bench_topk.svg": draw_topk,

@@ -76,7 +76,7 @@ class TestDLPack:
         assert "NumPy: 64 of 100 tokens" in run.stdout
 
 
-def evict(pool: Tensor, table: Tensor, scores: Tensor, lengths: Tensor, budget: int) -> Tensor:
+def evict(budget: int, pool: Tensor, table: Tensor, scores: Tensor, lengths: Tensor) -> Tensor:
     """Three ops and PyTorch's own around them: select, plan, move; the sum of each row that was kept."""
     requests, heads = scores.shape[0], pool.shape[2]
     kept = ops.radix_topk(scores * 0.5, lengths, budget)
@@ -105,16 +105,17 @@ def test_compiled_function_of_three_ops(device: torch.device, backend: str) -> N
     torch._dynamo.reset()
     pool, *rest = eviction_case(device)
     expected_pool, compiled_pool = pool.clone(), pool.clone()
-    expected = evict(expected_pool, *rest, 20)
+    expected = evict(20, expected_pool, *rest)
     assert not torch.equal(expected_pool, pool)
     compiled = torch.compile(evict, fullgraph=True, backend=backend)
-    assert torch.equal(compiled(compiled_pool, *rest, 20), expected)
+    assert torch.equal(compiled(20, compiled_pool, *rest), expected)
     assert torch.equal(compiled_pool.view(torch.int32), expected_pool.view(torch.int32))
 
 
 class Select(torch.nn.Module):
     def forward(self, scores: Tensor, lengths: Tensor) -> Tensor:
-        return torch.ops.kvc.radix_topk(scores, lengths, 16)  # type: ignore[no-any-return]
+        kept: Tensor = ops.radix_topk(scores, lengths, 16)
+        return kept
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -125,9 +126,8 @@ def test_aot_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = torch.export.Dim("rows", min=2, max=64)
     program = torch.export.export(Select(), (scores, lengths), dynamic_shapes=({0: rows}, {0: rows}))
     options = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # the op's own code is compiled already
-    package = torch._inductor.aoti_compile_and_package(
-        program, package_path=str(tmp_path / "select.pt2"), inductor_configs=options
-    )
+    path = str(tmp_path / "select.pt2")
+    package = torch._inductor.aoti_compile_and_package(program, package_path=path, inductor_configs=options)
     select = torch._inductor.aoti_load_package(package)
     check_selection(scores, lengths, select(scores, lengths))
     check_selection(scores[:3], lengths[:3], select(scores[:3].contiguous(), lengths[:3].contiguous()))
