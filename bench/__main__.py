@@ -52,6 +52,8 @@ def run(
         known = module.all_parts(peers) if family == "topk" else module.all_parts()
         chosen = [name for name in wanted if name in known] or [] if wanted else module.PARTS.split(",")
         plan += [(family, name, known) for name in chosen if gpu or name in common.CPU_PARTS]
+    if not plan:
+        raise typer.BadParameter("no part of that name can be measured here", param_hint="--parts")
     results: dict[str, list[common.Row]] = {}
     failed: dict[str, str] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -61,7 +63,10 @@ def run(
             progress.update(task, description=f"{family}: {name}")
             try:
                 found = common.measure(known, [name])
-            except Exception as error:  # hours of other results are worth keeping; the exit status tells
+            except (
+                Exception,
+                SystemExit,
+            ) as error:  # hours of other results are worth keeping; the exit status tells
                 failed[f"{family}: {name}"] = f"{type(error).__name__}: {error}"
                 screen.print(
                     Text(f"{family}: {name} failed: {failed[f'{family}: {name}']}", style="bold red")

@@ -216,11 +216,13 @@ def transfer_rows() -> list[Row]:
     for size in [4096 << i for i in range(11)]:
         pages = max(32, min(1024, (64 << 20) // size))
         case = Case(PageLayout([[PageBuffer(0, size // 256, 128, BF16)]]), hot_bytes=pages * size)
-        cold_bytes, hot = case.pages * case.cold_page, case.pools[0]
-        cold, whole = case.pinned(), torch.empty_like(hot, device="cpu", pin_memory=True)
+        hot = case.pools[0]
+        cold, whole = case.pinned(), torch.empty(hot.shape, dtype=BF16, pin_memory=True)
         order = case.pairs[:, 1].long().contiguous()
         sources, targets = [hot[i] for i in order.tolist()], list(whole)
         to_hbm = case.encode()
+        to_hbm()
+        as_cold, as_hot = case.cold.cpu(), hot[order.to(hot.device)].cpu()
 
         def two_steps(case: Case = case, cold: torch.Tensor = cold, encode: Any = to_hbm) -> None:
             encode()
@@ -230,16 +232,15 @@ def transfer_rows() -> list[Row]:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
 
-        ways: dict[str, tuple[Callable[[], Any], int]] = {
-            "kvc, into pinned memory": (case.encode(cold), cold_bytes),
-            "kvc into HBM, then one copy": (two_steps, cold_bytes),
-            "copy_ page by page, BF16": (one_by_one, case.pages * size),
-            "cudaMemcpyBatchAsync, BF16": (
-                partial(common.plain().batch, hot, order, whole),
-                case.pages * size,
-            ),
+        batch = partial(common.plain().batch, hot, order, whole)
+        ways: dict[str, tuple[Callable[[], Any], torch.Tensor, torch.Tensor]] = {
+            "kvc, into pinned memory": (case.encode(cold), cold, as_cold),
+            "kvc into HBM, then one copy": (two_steps, cold, as_cold),
+            "copy_ page by page, BF16": (one_by_one, whole, as_hot),
+            "cudaMemcpyBatchAsync, BF16": (batch, whole, as_hot),
         }
-        for way, (run, nbytes) in ways.items():
+        for way, (run, target, expected) in ways.items():
+            target.zero_()
             name = f"{case.pages} pages of {size >> 10} KiB: {way}"
             fields = {"case": name, "way": way, "page_bytes": size, "pages": case.pages}
             try:
@@ -248,7 +249,9 @@ def transfer_rows() -> list[Row]:
             except RuntimeError as error:
                 rows.append({**fields, "refuses": str(error)})
                 continue
-            result = common.rate(nbytes, times)
+            if not torch.equal(target, expected):
+                raise SystemExit(f"{name}: other bytes arrived")
+            result = common.rate(target.nbytes, times)
             rows.append({**fields, **result, "us_page": result["us"] / case.pages})
     return rows
 
@@ -319,7 +322,8 @@ def beside_rows(size: int = 8192, products: int = 30) -> list[Row]:
 
 
 def peer_rows(nbytes: int = common.GIB // 4, device: str = "cuda") -> list[Row]:
-    """Rows of 128 BF16 elements to NVFP4 and back, beside the same bytes by PyTorch, eager and compiled."""
+    """Rows of 128 BF16 elements to NVFP4 and back, beside the same bytes by PyTorch, eager and compiled. Plain
+    calls: the PyTorch code makes a tensor of a number, which a graph cannot hold."""
     x = torch.randn(nbytes // 256, 128, device=device).bfloat16()
     data, scales, lossless = kvc.nvfp4_quantize(x)
     restored = kvc.nvfp4_dequantize(data, scales, lossless, BF16)
@@ -338,7 +342,11 @@ def peer_rows(nbytes: int = common.GIB // 4, device: str = "cuda") -> list[Row]:
         try:
             exact = torch.equal(run(x), restored)
             call = partial(run, x)
-            times = common.gpu_times(call, repeats=10) if x.is_cuda else common.host_times(call, 3, 1)
+            times = (
+                common.gpu_times(call, repeats=10, graph=False)
+                if x.is_cuda
+                else common.host_times(call, 3, 1)
+            )
         except RuntimeError as error:
             rows.append({**fields, "refuses": str(error).split("\n", 1)[0]})
             continue
