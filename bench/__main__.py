@@ -42,6 +42,7 @@ def run(
     if not gpu:
         screen.print("no GPU that this PyTorch can use: only the CPU ops are measured")
     wanted = [name for name in parts.split(",") if name]
+    unknown = set(wanted)
     plan: list[tuple[str, str, common.Parts]] = (
         [("ceilings", "link", {"link": common.link_rows})] if gpu else []
     )
@@ -50,10 +51,11 @@ def run(
             raise typer.BadParameter(f"there are {', '.join(FAMILIES)}", param_hint="--families")
         module = FAMILIES[family]
         known = module.all_parts(peers) if family == "topk" else module.all_parts()
-        chosen = [name for name in wanted if name in known] or [] if wanted else module.PARTS.split(",")
+        unknown -= known.keys()
+        chosen = [name for name in wanted if name in known] if wanted else module.PARTS.split(",")
         plan += [(family, name, known) for name in chosen if gpu or name in common.CPU_PARTS]
-    if not plan:
-        raise typer.BadParameter("no part of that name can be measured here", param_hint="--parts")
+    if unknown:
+        raise typer.BadParameter(f"no family has {', '.join(sorted(unknown))}", param_hint="--parts")
     results: dict[str, list[common.Row]] = {}
     failed: dict[str, str] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
