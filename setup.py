@@ -29,7 +29,7 @@ TRITON_MODULES = (
     "kernels/topk/settle.py",
     "kernels/triattention/triattention.py",
 )
-CUTE_MODULES: tuple[str, ...] = ("kernels/triattention/score.py",)
+CUTE_MODULES: tuple[str, ...] = ("kernels/topk/select.py", "kernels/triattention/score.py")
 CUTE_ARCHS = ("90a", "100f")
 CODEC_SOURCES = ("kernels/nvfp4/codec.cpp", "kernels/nvfp4/tiles_cpu.cpp")
 PYBIND_SOURCES = ("kernels/nvfp4/codec_python.cpp",)
@@ -115,9 +115,6 @@ class BuildExtension(build_ext):
         targets, names = cuda_targets()
         with_cuda = ["-DUSE_CUDA", f'-DKVC_CUDA_ARCHS="{names}"']
 
-        headers = sorted(p for top in own for p in top.rglob("*") if p.suffix in (".h", ".cuh"))
-        shared = b"".join(path.read_bytes() for path in [*headers, torch / "version.py"])
-
         def compile_one(source: str) -> str:
             if source.endswith(".cu"):
                 assert nvcc is not None
@@ -134,7 +131,7 @@ class BuildExtension(build_ext):
             elif source in PYBIND_SOURCES:  # pybind11 needs all of Python's API
                 limited = f"-DPy_LIMITED_API={PYTHON_LIMITED_API}"
                 command = [os.environ.get("CXX", "g++"), *(flag for flag in flags if flag != limited), *host]
-                command += ["-isystem", find_pybind11()]
+                command += ["-isystem", str(find_pybind11())]
             else:
                 command = [os.environ.get("CXX", "g++"), *flags, *host]
                 command += with_cuda if ext.name.endswith("_C_cuda") else []
@@ -142,15 +139,24 @@ class BuildExtension(build_ext):
             output = temp.parent / "objects" / hashlib.sha256(repr(command).encode()).hexdigest()[:12]
             output.mkdir(parents=True, exist_ok=True)
             output /= source.replace("/", "_") + ".o"
-            command += ["-c", str(ROOT / source), "-o", str(output)]
-            # An object is kept while what it was made of is the same, so a change in Python costs no compilation.
+            depends = output.with_suffix(".d")
+            command += ["-c", str(ROOT / source), "-o", str(output), "-MMD", "-MF", str(depends)]
             compiler = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
-            content = repr(command).encode() + compiler + shared + (ROOT / source).read_bytes()
-            digest, known = hashlib.sha256(content).hexdigest(), output.with_suffix(".sha256")
-            if not (output.is_file() and known.is_file() and known.read_text() == digest):
+
+            # An object is kept while what it was made of is the same, so a change elsewhere costs no compilation.
+            def digest() -> str:
+                content = repr(command).encode() + compiler + (torch / "version.py").read_bytes()
+                if depends.is_file():
+                    files = depends.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+                    content += b"".join(Path(f).read_bytes() for f in sorted(files) if Path(f).is_file())
+                return hashlib.sha256(content).hexdigest()
+
+            known = output.with_suffix(".sha256")
+            if not (output.is_file() and known.is_file() and known.read_text() == digest()):
                 known.unlink(missing_ok=True)
+                depends.unlink(missing_ok=True)
                 subprocess.run(command, check=True)
-                known.write_text(digest)
+                known.write_text(digest())
             return str(output)
 
         ops = ext.name in ("kvc._C", "kvc._C_cuda")
@@ -171,11 +177,13 @@ class BuildExtension(build_ext):
         subprocess.run(link, check=True)
 
 
-def find_pybind11() -> str:
+def find_pybind11() -> str | None:
+    """Its headers; pyproject.toml requires it, but a build that is not isolated may lack it."""
     try:
         import pybind11
     except ModuleNotFoundError:
-        sys.exit("kvc builds kvc._codec with pybind11: `pip install 'pybind11>=2.13'`, or build isolated")
+        print("kvc: no pybind11 found, building without kvc._codec (the C++ codec as a Python object)")
+        return None
     return str(pybind11.get_include())
 
 
@@ -201,7 +209,8 @@ def compiled_kernels(folder: Path) -> str:
     majors = sorted({int("".join(filter(str.isdigit, arch))) // 10 * 10 for arch in cuda_archs()})
     command = [sys.executable, str(ROOT / "kernels" / "common" / "aot.py"), str(output)]
     command += ["--triton", ";".join(map(str, majors)), *(str(ROOT / module) for module in TRITON_MODULES)]
-    command += ["--cute", ";".join(arch for arch in CUTE_ARCHS if arch in cuda_archs())]
+    # A kernel without any machine code would not exist, so the first target is always built.
+    command += ["--cute", ";".join([arch for arch in CUTE_ARCHS if arch in cuda_archs()] or CUTE_ARCHS[:1])]
     command += [str(ROOT / module) for module in CUTE_MODULES]
     environment = {**os.environ, "TRITON_CACHE_DIR": str(folder / "triton"), "TRITON_DISABLE_LINE_INFO": "1"}
     subprocess.run(command, check=True, env=environment)
@@ -254,8 +263,9 @@ def extensions() -> list[Extension]:
         ),
         # The C++ codec: a library without torch and Python, and the module that loads it.
         Extension("kvc.lib.libkvc_codec", [*CODEC_SOURCES, "kernels/nvfp4/codec_host.cpp"]),
-        Extension("kvc._codec", [*PYBIND_SOURCES]),
     ]
+    if find_pybind11() is not None:
+        found.append(Extension("kvc._codec", [*PYBIND_SOURCES]))
     if find_nvcc() is not None:
         found.append(
             Extension(

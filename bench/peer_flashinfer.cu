@@ -10,8 +10,8 @@
 extern "C" int flashinfer_topk(float* scores, int32_t* lengths, const int32_t* bases, int32_t* out, void* states,
                                int64_t rows, int64_t width, int64_t k, int deterministic, cudaStream_t stream) {
   using namespace flashinfer::sampling;
-  return TopKRaggedTransformDispatch<float, int32_t>(
-      scores, out, bases, lengths, nullptr, static_cast<uint32_t>(rows), static_cast<uint32_t>(k),
-      static_cast<uint32_t>(width), static_cast<RadixRowState*>(states), deterministic != 0,
-      deterministic ? TopKTieBreak::Small : TopKTieBreak::None, stream);
+  return TopKRaggedTransformDispatch<float, int32_t>(scores, out, bases, lengths, nullptr, static_cast<uint32_t>(rows),
+                                                     static_cast<uint32_t>(k), static_cast<uint32_t>(width),
+                                                     static_cast<RadixRowState*>(states), deterministic != 0,
+                                                     deterministic ? TopKTieBreak::Small : TopKTieBreak::None, stream);
 }

@@ -96,6 +96,7 @@ class Peers:
     """The libraries of a folder."""
 
     def __init__(self, folder: Path) -> None:
+        folder = folder.resolve()
         self._cub = ctypes.CDLL(str(folder / "cub.so")).cub_topk
         self._flashinfer = ctypes.CDLL(str(folder / "flashinfer.so")).flashinfer_topk
         pointer, number = ctypes.c_void_p, ctypes.c_int64

@@ -73,13 +73,14 @@ class Passage:
 
 @dataclass
 class Result:
-    """One rule at one budget, over all passages."""
+    """One rule at one budget, over all passages; `by_passage` has the perplexity of each."""
 
     rule: str
     budget: int
     perplexity: float
     perplexity_change: float
     attention_kept: float
+    by_passage: list[float]
 
 
 def calibration_text(kind: CalibrationText) -> str:
@@ -235,7 +236,8 @@ def measure(
     for (rule, budget), values in losses.items():
         kept_mass, mass = (sum(column) for column in zip(*masses[rule, budget], strict=True))
         ratio = perplexity(values) / perplexity(full) - 1
-        results.append(Result(rule, budget, perplexity(values), ratio, kept_mass / mass))
+        each = [perplexity([value]) for value in values]
+        results.append(Result(rule, budget, perplexity(values), ratio, kept_mass / mass, each))
     return perplexity(full), results
 
 

@@ -257,13 +257,15 @@ class ColdPageCodec:
         Raises
         ------
         ImportError
-            kvc was built for another version of Python, or without CUDA beside CUDA pools.
+            kvc was built for another version of Python, without pybind11, or without CUDA beside CUDA pools.
         """
         try:
             from kvc._codec import Codec
         except ModuleNotFoundError as error:
             version = f"{sys.version_info.major}.{sys.version_info.minor}"
-            raise ImportError(f"kvc._codec was not built for Python {version}: {error}") from error
+            raise ImportError(
+                f"kvc was built without pybind11 or not for Python {version}: {error}"
+            ) from error
         name = "libkvc_codec_cuda.so" if self.device.type == "cuda" else "libkvc_codec.so"
         codec = Codec(str(Path(__file__).parent.parent / "lib" / name), "nvfp4", max_ctas)
         codec.configure(

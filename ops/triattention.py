@@ -160,7 +160,7 @@ def triattention_score(
 
     * sm_90 and sm_100, bf16, fp16 or e4m3 keys of head size 64, 96, 128 or 256 that begin at multiples of 16
       bytes: scores stay in shared memory, which `"union"` then needs no scratch beside. `"per_head"` takes
-      4 * R * L * kv_heads * width bytes. What a row has too many columns for (about 3,400 for each of up to 8 thread
+      4 * R * L * kv_heads * width bytes. What a row has too many columns for (about 2,500 for each of up to 8 thread
       blocks that share it, with 4 query heads a KV head) goes to memory once.
     * otherwise: 4 bytes for every request, layer, KV head and column, or query head in place of KV head if
       normalised; for `"union"` 4 * R * L * q_heads * width bytes, 352 MiB for 32 requests of 2,176 tokens, 36 layers

@@ -32,6 +32,7 @@ for step in $steps; do
           -p no:cacheprovider -k "by_hand or test_last_place or test_edges or test_unaligned or test_short_between or stay_inside"
         run "triattention_$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
           --kernel-regex kns=prepare_kernel --kernel-regex kns=score_kernel --kernel-regex kns=moments_kernel \
+          --kernel-regex kns=stage_kernel --kernel-regex kns=cutlass --kernel-regex kns=mean_kernel \
           --kernel-regex kns=reduce_kernel --kernel-regex kns=mean_phase_kernel \
           python3 -m pytest tests/test_triattention.py -q -m cuda -p no:cacheprovider \
           -k "test_ragged or test_pages or test_far_lengths or test_no_pages or by_hand or test_requests or test_offsets"

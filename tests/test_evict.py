@@ -154,6 +154,8 @@ def test_every_rule_is_measured(model: Any, ids: torch.Tensor, statistics: calib
         assert found["random"].attention_kept == pytest.approx(budget / TOKENS, abs=0.2)
         for r in found.values():
             assert r.perplexity_change == pytest.approx(r.perplexity / full - 1)
+            assert len(r.by_passage) == 2
+            assert r.perplexity**2 == pytest.approx(r.by_passage[0] * r.by_passage[1])
     lines = study.as_markdown(full, results).splitlines()
     assert len({line.count("|") for line in lines}) == 1
     assert len(lines) == 4 + len(study.STYLES)
@@ -167,7 +169,7 @@ def test_rules_are_chosen_by_name(model: Any, ids: torch.Tensor, statistics: cal
 
 
 def test_picture_is_drawn(tmp_path: Path) -> None:
-    results = [study.Result(rule, b, 10 + 100 / b, 0.1, 0.5) for rule in study.STYLES for b in (8, 16)]
+    results = [study.Result(rule, b, 10 + 100 / b, 0.1, 0.5, []) for rule in study.STYLES for b in (8, 16)]
     study.plot(9.0, results, 64, 20, tmp_path / "e.png")
     assert (tmp_path / "e.png").read_bytes().startswith(b"\x89PNG")
 

@@ -884,6 +884,12 @@ class TestCuda:
             agree(rows[r : r + 1], expected)
         assert (rows[1:-1] == LOWEST).all()
 
+    @pytest.mark.parametrize(("group", "width"), [(4, 70_400), (8, 70_400), (9, 30_000), (4, 300)])
+    @pytest.mark.parametrize("mode", MODES)
+    def test_rows_longer_than_shared_memory(self, mode: str, group: int, width: int) -> None:
+        case = Case(2, 2, 1, group, 64, 64, 1_100, mode=mode, width=width, sources=[70_400, 21_000])
+        check(case, "cuda")
+
     @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
     def test_device_that_is_not_current(self) -> None:
         assert torch.cuda.current_device() == 0

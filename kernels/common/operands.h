@@ -4,6 +4,8 @@
 #include <string>
 #include <vector>
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
 #include "common/checks.h"
 
 namespace kvc {
@@ -32,8 +34,18 @@ inline void check_indices(const Context& ctx, const Tensor& tensor, const char* 
   if (!home.has(tensor)) home.reject(ctx, tensor, argument);
 }
 
+// A contiguous int32 tensor on the device of another one. On a GPU it goes past the dispatcher's boxed call, whose host
+// cost is that of a launch.
 inline Tensor new_output(const Tensor& like, const Sizes& sizes) {
-  return torch::stable::new_empty(like, sizes, ScalarType::Int);
+  if (like.is_cpu()) return torch::stable::new_empty(like, sizes, ScalarType::Int);
+  Sizes strides(sizes.size());
+  int64_t stride = 1;
+  for (size_t d = sizes.size(); d-- > 0; stride *= std::max<int64_t>(sizes[d], 1)) strides[d] = stride;
+  AtenTensorHandle handle = nullptr;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                  aoti_torch_dtype_int32(), aoti_torch_device_type_cuda(),
+                                                  like.get_device_index(), &handle));
+  return Tensor(handle);
 }
 
 inline void check_output(const Context& ctx, const Tensor& out, const char* argument, const Sizes& sizes,

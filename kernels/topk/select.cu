@@ -1,108 +1,155 @@
-// CUDA selection: a block per row, four passes of eight bits that find the pivot, and one that writes in order.
+// Which kernel selects, by shape alone, and the launches.
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#include <algorithm>
+#include <cmath>
 
-#include "topk/key.h"
+#include "common/launch_compiled.h"
 #include "topk/kernels.h"
+#include "topk/resident.cuh"
+#include "topk/stream.cuh"
+
+namespace kvc::compiled {
+extern const CompiledKernel streaming_select_float, streaming_select_half, streaming_select_bfloat16;
+}
 
 namespace kvc::topk {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kWarps = kThreads / 32;
+constexpr int kStreamThreads = 512;       // THREADS of select.py
+constexpr int64_t kStreamFixed = 41984;   // MARKS_AT of select.py: shared memory before the marks
+constexpr int64_t kMarkGroups = 65536;    // most groups a block keeps marks of
+constexpr int64_t kLeastList = 24 << 10;  // bytes of shared memory that marks leave to the list
+constexpr int64_t kPart = 131072;         // scores of a row a block of a cluster takes, about
+constexpr int64_t kLeastPart = 32768;     // it takes no fewer, to have more blocks than multiprocessors
+constexpr int kMaxCluster = 8;
+static_assert(sizeof(StreamShared<kStreamThreads>) <= kStreamFixed);
 
-__device__ __forceinline__ uint32_t load_key(const float* row, int64_t i) { return ordered_key(row[i]); }
-__device__ __forceinline__ uint32_t load_key(const __half* row, int64_t i) { return ordered_key(__half2float(row[i])); }
-__device__ __forceinline__ uint32_t load_key(const __nv_bfloat16* row, int64_t i) {
-  return ordered_key(__bfloat162float(row[i]));
-}
-
-struct Pivot {
-  uint32_t key;
-  int64_t ties;  // scores equal to it that are kept
+// What the streaming kernels may ask of a device, read once and not as a part of a capture.
+struct Limits {
+  int shared = 0;         // bytes of shared memory a block may have
+  bool clusters = false;  // what was compiled for older architectures has none, wherever it runs
 };
 
-// The digit of the pivot at `shift`, by thread 0; `wanted` becomes what is left for that digit's bucket.
-__device__ Pivot next_digit(const int32_t* histogram, Pivot pivot, int shift) {
-  int digit = 255;
-  while (histogram[digit] < pivot.ties) pivot.ties -= histogram[digit--];
-  pivot.key |= static_cast<uint32_t>(digit) << shift;
-  return pivot;
+template <typename Score>
+const Limits& limits(int device) {
+  static Limits known[kMaxDevices];
+  static std::once_flag read[kMaxDevices];
+  std::call_once(read[device], [&] {
+    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    cuda_check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+    Limits found;
+    cudaFuncAttributes attributes{};
+    const auto alone = streaming_select<Score, kStreamThreads, false, 2>;
+    const auto cluster = streaming_select<Score, kStreamThreads, true, 2>;
+    cudaError_t status = cudaDeviceGetAttribute(&found.shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+    if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, cluster);
+    for (const auto kernel : {alone, cluster})
+      if (status == cudaSuccess)
+        status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, found.shared);
+    (void)cudaThreadExchangeStreamCaptureMode(&mode);
+    cuda_check(status, "cudaFuncSetAttribute");
+    found.clusters = attributes.ptxVersion >= 90;
+    known[device] = found;
+  });
+  return known[device];
 }
 
-template <typename T>
-__device__ Pivot find_pivot(const T* row, int64_t length, int64_t k) {
-  __shared__ int32_t histogram[256];
-  __shared__ Pivot shared;
-  Pivot pivot{0, k};
-  for (int shift = 24; shift >= 0; shift -= 8) {
-    for (int i = threadIdx.x; i < 256; i += kThreads) histogram[i] = 0;
-    __syncthreads();
-    const uint64_t mask = ~uint64_t{0} << (shift + 8);
-    for (int64_t i = threadIdx.x; i < length; i += kThreads) {
-      const uint32_t key = load_key(row, i);
-      if (((key ^ pivot.key) & mask) == 0) atomicAdd(&histogram[key >> shift & 255], 1);
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) shared = next_digit(histogram, pivot, shift);
-    __syncthreads();
-    pivot = shared;
+// Blocks that share a row: enough to fill the GPU, and so many that two fit a multiprocessor.
+int cluster_size(const Selection& s, int multiprocessors) {
+  int size = 1;
+  while (size < kMaxCluster && 2 * size * s.rows <= INT32_MAX &&
+         (s.width > kPart * size || (2 * size * s.rows <= multiprocessors && s.width >= 2 * kLeastPart * size)))
+    size *= 2;
+  return size;
+}
+
+// Entries of a block's list: what the window of a sample lets through but for odds of one in ten thousand.
+int64_t list_entries(const Selection& s, int cluster) {
+  constexpr double kSample = 4.0 * kSampleGroups * kStreamThreads;
+  const double share = std::min(1.0, static_cast<double>(s.k) / static_cast<double>(s.width));
+  const double expected = share * kSample, margin = 4.0 * std::sqrt(expected * (1.0 - share)) + 5.0;
+  const double open = std::min(kSample, expected + margin) - std::max(0.0, expected - margin);
+  const double entries = (open + 4.0 * std::sqrt(open)) / kSample * static_cast<double>(s.width) / cluster;
+  return static_cast<int64_t>(cluster > 1 ? 1.05 * entries : entries) + 128;
+}
+
+// How a streaming kernel is to be launched.
+struct Plan {
+  int cluster;
+  int64_t part, mark_groups, entries, shared;
+
+  Plan(const Selection& s, int cluster_, int64_t most_shared) : cluster(cluster_) {
+    const int64_t groups = (s.width + 3) / 4 + 1;
+    part = ((groups + cluster - 1) / cluster + 15) / 16 * 16;
+    const int64_t most_marks = std::min(kMarkGroups, (most_shared - kStreamFixed - kLeastList) / 1024 * 1024);
+    mark_groups = std::min((part + 1023) / 1024 * 1024, most_marks);
+    entries = std::min(list_entries(s, cluster), (most_shared - kStreamFixed - mark_groups) / 8) / 2 * 2;
+    shared = kStreamFixed + mark_groups + 8 * entries;
   }
-  return pivot;
-}
+  bool keeps_all_marks() const { return part <= mark_groups; }
+};
 
-template <typename T>
-__global__ void __launch_bounds__(kThreads) select_kernel(Selection s) {
-  __shared__ int32_t above_of[kWarps], equal_of[kWarps];
-  const int warp = threadIdx.x / 32;
-  const uint32_t below = (1u << threadIdx.x % 32) - 1;
-  for (int64_t r = blockIdx.x; r < s.rows; r += gridDim.x) {
-    const T* row = static_cast<const T*>(s.scores) + r * s.row_stride;
-    int32_t* out = s.out + r * s.k;
-    const int32_t base = s.bases ? s.bases[r] : 0;
-    const int64_t length = max(int64_t{0}, min(int64_t{s.lengths[r]}, s.width));
-    const Pivot pivot = s.k < length ? find_pivot(row, length, s.k) : Pivot{0, 0};
-    int64_t above_before = 0, equal_before = 0;
-    for (int64_t first = 0; first < length; first += kThreads) {
-      const int64_t i = first + threadIdx.x;
-      const uint32_t key = i < length ? load_key(row, i) : 0;
-      const bool above = i < length && key > pivot.key, equal = i < length && key == pivot.key;
-      const uint32_t above_here = __ballot_sync(~0u, above), equal_here = __ballot_sync(~0u, equal);
-      if (threadIdx.x % 32 == 0) {
-        above_of[warp] = __popc(above_here);
-        equal_of[warp] = __popc(equal_here);
-      }
-      __syncthreads();
-      int64_t at = above_before + __popc(above_here & below), ties = equal_before + __popc(equal_here & below);
-      for (int w = 0; w < kWarps; ++w) {
-        at += w < warp ? above_of[w] : 0;
-        ties += w < warp ? equal_of[w] : 0;
-        above_before += above_of[w];
-        equal_before += equal_of[w];
-      }
-      if (above || (equal && ties < pivot.ties)) out[at + min(ties, pivot.ties)] = base + static_cast<int32_t>(i);
-      __syncthreads();
-    }
-    for (int64_t i = above_before + min(equal_before, pivot.ties) + threadIdx.x; i < s.k; i += kThreads) out[i] = -1;
+template <typename Score>
+void stream(const Context& ctx, const Selection& s, const DeviceScope& scope, const DeviceFacts& facts, Problem problem,
+            const CompiledKernel& compiled) {
+  static KernelLoader loader(compiled);
+  const Limits& limit = limits<Score>(scope.device);
+  Plan plan(s, cluster_size(s, facts.multiprocessors), limit.shared);
+  const bool precompiled = loader.supports(facts.major, facts.minor) && plan.keeps_all_marks();
+  if (!precompiled && !limit.clusters) plan = Plan(s, 1, limit.shared);
+  problem.mark_groups = static_cast<int32_t>(plan.mark_groups);
+  problem.list_capacity = static_cast<int32_t>(plan.entries);
+  const dim3 grid(static_cast<unsigned>(s.rows * plan.cluster));
+  if (precompiled) {
+    const LaunchShape shape{grid, static_cast<int>(plan.shared), plan.cluster};
+    const int32_t* bases = s.bases ? s.bases : s.lengths;
+    return loader.launch(ctx, scope.device, shape, scope.stream, s.scores, s.row_stride, s.lengths, bases,
+                         static_cast<int32_t>(s.bases != nullptr), s.out, s.k, problem.width, problem.list_capacity,
+                         problem.mark_groups);
   }
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid;
+  config.blockDim = dim3(kStreamThreads);
+  config.dynamicSmemBytes = static_cast<size_t>(plan.shared);
+  config.stream = scope.stream;
+  cudaLaunchAttribute attribute;
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
+  config.attrs = &attribute;
+  config.numAttrs = plan.cluster > 1 ? 1 : 0;
+  const auto kernel = limit.clusters ? streaming_select<Score, kStreamThreads, true, 2>
+                                     : streaming_select<Score, kStreamThreads, false, 2>;
+  cuda_check(cudaLaunchKernelEx(&config, kernel, problem), "streaming_select");
 }
 
-template <typename T>
-void launch(const Context& ctx, const Selection& s, const DeviceScope& scope) {
-  const DeviceFacts& facts = device_facts(ctx, scope.device, reinterpret_cast<const void*>(&select_kernel<T>));
-  const int64_t blocks = std::min<int64_t>(s.rows, 4 * facts.multiprocessors);
-  select_kernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, scope.stream>>>(s);
-  cuda_check(cudaGetLastError(), "select_kernel");
+template <typename Score, int kThreads, int kGroups>
+void keep_resident(const Selection& s, const DeviceScope& scope, const Problem& problem) {
+  resident_select<Score, kThreads, kGroups><<<static_cast<unsigned>(s.rows), kThreads, 0, scope.stream>>>(problem);
+  cuda_check(cudaGetLastError(), "resident_select");
+}
+
+template <typename Score>
+void select(const Context& ctx, const Selection& s, const DeviceScope& scope, const CompiledKernel& compiled) {
+  const void* probe = reinterpret_cast<const void*>(&resident_select<Score, 256, 3>);
+  const DeviceFacts& facts = device_facts(ctx, scope.device, probe);
+  const Problem problem{s.scores, s.row_stride, s.lengths, s.bases, s.out, s.k, static_cast<int32_t>(s.width), 0, 0};
+  constexpr int64_t kVector = 4 * sizeof(Score);
+  const bool aligned = reinterpret_cast<uintptr_t>(s.scores) % kVector == 0 &&
+                       s.row_stride * static_cast<int64_t>(sizeof(Score)) % kVector == 0;
+  const int64_t scores = s.width + (aligned ? 0 : 3);
+  if (scores <= 256 * 3 * 4) return keep_resident<Score, 256, 3>(s, scope, problem);
+  if (scores <= 512 * 4 * 4) return keep_resident<Score, 512, 4>(s, scope, problem);
+  if (scores <= 512 * 8 * 4) return keep_resident<Score, 512, 8>(s, scope, problem);
+  stream<Score>(ctx, s, scope, facts, problem, compiled);
 }
 
 }  // namespace
 
 void select(const Context& ctx, const Selection& s, const DeviceScope& scope) {
   switch (s.dtype) {
-    case Score::kFloat: return launch<float>(ctx, s, scope);
-    case Score::kHalf: return launch<__half>(ctx, s, scope);
-    case Score::kBFloat16: return launch<__nv_bfloat16>(ctx, s, scope);
+    case Score::kFloat: return select<float>(ctx, s, scope, compiled::streaming_select_float);
+    case Score::kHalf: return select<__half>(ctx, s, scope, compiled::streaming_select_half);
+    case Score::kBFloat16: return select<__nv_bfloat16>(ctx, s, scope, compiled::streaming_select_bfloat16);
   }
 }
 

@@ -5,53 +5,74 @@
 #include "common/launch_compiled.h"
 
 namespace kvc::compiled {
-extern const CompiledKernel settle_mark, settle_classify_float, settle_classify_half, settle_classify_bfloat16,
-    settle_emit;
+extern const CompiledKernel settle_pivot_float, settle_pivot_half, settle_pivot_bfloat16, settle_classify_float,
+    settle_classify_half, settle_classify_bfloat16, settle_emit;
 }
 
 namespace kvc::topk {
 namespace {
 
-constexpr int64_t kChunk = 8192;                                 // CHUNK of settle.py
-constexpr int64_t kWords = kChunk / 32, kClasses = kChunk / 16;  // int32 of a chunk
-constexpr int64_t kStatistics = 8;                               // STATISTICS of settle.py
-constexpr int64_t kAlign = 256;                                  // int32 between the parts of the scratch memory
-constexpr int64_t kMaxChunks = 65535;                            // of a grid; programs walk over further ones
+constexpr int64_t kChunk = 4096, kTile = 2 * kChunk, kParts = 8;  // CHUNK, TILE and PARTS of settle.py
+constexpr int64_t kPartColumns = 256;                             // provisional columns that a part is worth having for
+constexpr int64_t kBusy = 256;                                    // programs from which on more of them do not help
+constexpr int64_t kMaxChunks = 1 << 17;  // of a launch, which bounds the scratch memory: a kibibyte each
 
-KernelLoader& classify_kernel(Score dtype) {
-  static KernelLoader float32(compiled::settle_classify_float), float16(compiled::settle_classify_half),
-      bfloat16(compiled::settle_classify_bfloat16);
+struct Kernels {
+  KernelLoader pivot, classify;
+};
+
+Kernels& kernels(Score dtype) {
+  static Kernels float32{KernelLoader(compiled::settle_pivot_float), KernelLoader(compiled::settle_classify_float)};
+  static Kernels float16{KernelLoader(compiled::settle_pivot_half), KernelLoader(compiled::settle_classify_half)};
+  static Kernels bfloat16{KernelLoader(compiled::settle_pivot_bfloat16),
+                          KernelLoader(compiled::settle_classify_bfloat16)};
   return dtype == Score::kFloat ? float32 : dtype == Score::kHalf ? float16 : bfloat16;
 }
+
+void settle_rows(const Context& ctx, const Selection& s, const Provisional& p, int64_t tiles,
+                 const DeviceScope& scope) {
+  static KernelLoader emit(compiled::settle_emit);
+  const auto int32 = [](int64_t value) { return static_cast<int32_t>(value); };
+  const auto grid = [](int64_t x, int64_t y) { return dim3(static_cast<unsigned>(x), static_cast<unsigned>(y)); };
+  const int64_t item = s.dtype == Score::kFloat ? 4 : 2, vector = 16 / item;
+  const auto lead = static_cast<int64_t>(reinterpret_cast<uintptr_t>(s.scores) / static_cast<uintptr_t>(item)) % vector;
+  const int64_t wanted = std::min((s.k + kPartColumns - 1) / kPartColumns, (kBusy + s.rows - 1) / s.rows);
+  const int64_t parts = std::clamp<int64_t>(wanted, 1, kParts), share = (s.k + parts - 1) / parts;
+
+  const int64_t chunks = tiles * (kTile / kChunk), all = s.rows * chunks;
+  const int64_t of_classes = all * (kChunk / 16), of_leasts = s.rows * kParts * 2;
+  const Tensor scratch = new_output(*s.like, {of_classes + of_leasts + all});
+  auto* classes = static_cast<int32_t*>(scratch.data_ptr());
+  int32_t *leasts = classes + of_classes, *counts = leasts + of_leasts;
+  kernels(s.dtype).pivot.launch_triton(ctx, scope.device, grid(s.rows, parts), scope.stream, s.scores, s.lengths,
+                                       p.indices, leasts, int32(s.width), s.row_stride, s.k, share,
+                                       int32_t{p.wide ? 2 : 1});
+  kernels(s.dtype).classify.launch_triton(ctx, scope.device, grid(all, 1), scope.stream, s.scores, s.lengths, leasts,
+                                          classes, counts, int32(s.width), s.row_stride, int32(lead), int32(parts),
+                                          int32(chunks));
+  emit.launch_triton(ctx, scope.device, grid(s.rows * tiles, 1), scope.stream, s.lengths, s.bases, leasts, classes,
+                     counts, s.out, int32(s.width), s.row_stride, int32(lead), s.k, int32(parts), int32(chunks),
+                     int32(s.bases != nullptr), int32(vector));
+}
+
 }  // namespace
 
 void settle(const Context& ctx, const Selection& s, const Provisional& p, const DeviceScope& scope) {
-  static KernelLoader mark(compiled::settle_mark), emit(compiled::settle_emit);
-  const int64_t item = s.dtype == Score::kFloat ? 4 : 2, vector = 16 / item;
-  const int64_t lead =
-      static_cast<int64_t>(reinterpret_cast<uintptr_t>(s.scores) / static_cast<uintptr_t>(item)) % vector;
-  const bool aligned = lead == 0 && s.row_stride % vector == 0;
-  const int64_t chunks = std::max<int64_t>((s.width + (aligned ? 0 : vector - 1) + kChunk - 1) / kChunk, 1);
-  const int64_t records = (s.rows * chunks * kStatistics + kAlign - 1) / kAlign * kAlign;
-  const Tensor scratch = new_output(*s.like, {records + s.rows * chunks * (kWords + kClasses)});
-  auto* statistics = static_cast<int32_t*>(scratch.data_ptr());
-  int32_t* words = statistics + records;
-  int32_t* classes = words + s.rows * chunks * kWords;
-
-  const auto int32 = [](int64_t value) { return static_cast<int32_t>(value); };
-  const int32_t step = p.wide ? 2 : 1;
-  // Whether a kernel of its own reads the provisional answer, or the programs of each chunk read all of it.
-  const bool marked = chunks > 1 && 2 * chunks * s.k > s.width;
-  const dim3 rows(static_cast<unsigned>(s.rows)), all(rows.x, static_cast<unsigned>(std::min(chunks, kMaxChunks)));
-  if (marked)
-    mark.launch_triton(ctx, scope.device, rows, scope.stream, s.lengths, p.indices, words, int32(s.width), s.row_stride,
-                       int32(lead), s.k, step, int32(chunks * kWords), int32(vector));
-  classify_kernel(s.dtype).launch_triton(ctx, scope.device, all, scope.stream, s.scores, s.lengths, p.indices, words,
-                                         classes, statistics, int32(s.width), s.row_stride, int32(lead), s.k, step,
-                                         int32(chunks), int32(marked));
-  emit.launch_triton(ctx, scope.device, all, scope.stream, s.lengths, s.bases, classes, statistics, s.out,
-                     int32(s.width), s.row_stride, int32(lead), s.k, int32(chunks), int32(s.bases != nullptr),
-                     int32(vector));
+  const int64_t item = s.dtype == Score::kFloat ? 4 : 2, index = p.wide ? 8 : 4;
+  // Most scores between a row and the boundary that its positions count from.
+  const bool aligned = reinterpret_cast<uintptr_t>(s.scores) % 16 == 0 && s.row_stride * item % 16 == 0;
+  const int64_t slack = aligned ? 0 : 16 / item - 1;
+  const int64_t tiles = std::max<int64_t>((s.width + slack + kTile - 1) / kTile, 1);
+  const int64_t most = std::max<int64_t>(kMaxChunks / (tiles * (kTile / kChunk)), 1);
+  for (int64_t first = 0; first < s.rows; first += most) {
+    Selection some = s;
+    some.rows = std::min(most, s.rows - first);
+    some.scores = static_cast<const uint8_t*>(s.scores) + first * s.row_stride * item;
+    some.lengths += first;
+    if (s.bases) some.bases += first;
+    some.out += first * s.k;
+    settle_rows(ctx, some, {static_cast<const uint8_t*>(p.indices) + first * s.k * index, p.wide}, tiles, scope);
+  }
 }
 
 }  // namespace kvc::topk

@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstring>
+#include <numeric>
 
 #include "topk/arguments.h"
 #include "topk/key.h"
@@ -9,10 +10,9 @@
 namespace kvc::topk {
 namespace {
 
-constexpr int64_t kStripe = 1 << 15;  // scores of a row that one thread takes at a time, where rows are few
-constexpr int kBits = 11;             // of the key a pass looks at
-constexpr int kShifts[] = {21, 10, 0};
-constexpr int kBins = 1 << kBits;
+constexpr int64_t kStripe = 1 << 15;    // scores of a row that one thread takes at a time, where rows are few
+constexpr int kBins = 1 << 11;          // of a digit
+constexpr int kShifts[] = {21, 10, 0};  // of the digits of a key; the last one shares a bit with the second
 
 // Scores as fp32, exactly.
 struct Float {
@@ -45,33 +45,43 @@ struct Half {
   }
 };
 
-template <typename Type>
-uint32_t key_of(const typename Type::Storage* row, int64_t i) {
-  return ordered_key(Type::load(row[i]));
-}
-
 // What is known of the scores [first, last) of a row.
 struct Stripe {
   int64_t first = 0, last = 0;
-  int64_t above = 0, equal = 0;  // scores above the pivot, and equal to it
+  int64_t above = 0, equal = 0;      // scores above the pivot, and equal to it
+  std::vector<uint32_t> keys;        // of all scores
+  std::vector<uint32_t> candidates;  // keys that agree with the pivot so far, from the second digit on
   std::array<int32_t, kBins> histogram;
 };
 
-// Counts the digit at `shift` of those keys that agree with the pivot above it.
 template <typename Type>
-void count_digits(const typename Type::Storage* row, Stripe& stripe, uint32_t pivot, int shift, int bits) {
+void load_keys(const typename Type::Storage* row, Stripe& stripe) {
+  const int64_t count = stripe.last - stripe.first;
+  if (static_cast<int64_t>(stripe.keys.size()) < count) stripe.keys.resize(static_cast<size_t>(count));
+  const auto* from = row + stripe.first;
+  uint32_t* keys = stripe.keys.data();
+  for (int64_t i = 0; i < count; ++i) keys[i] = ordered_key(Type::load(from[i]));
+}
+
+void count_digits(Stripe& stripe, const uint32_t* keys, int64_t count, int shift) {
   auto& histogram = stripe.histogram;
   histogram.fill(0);
-  const uint32_t mask = (1u << bits) - 1;
-  if (shift + bits == 32) {
-    for (int64_t i = stripe.first; i < stripe.last; ++i) ++histogram[key_of<Type>(row, i) >> shift];
-    return;
+  for (int64_t i = 0; i < count; ++i) ++histogram[keys[i] >> shift & (kBins - 1)];
+}
+
+// Leaves those candidates, or at first keys, whose digits from `shift` on are those of the pivot; they are `count`.
+void keep_candidates(Stripe& stripe, bool first, uint32_t pivot, int shift, int64_t count) {
+  const std::vector<uint32_t>& from = first ? stripe.keys : stripe.candidates;
+  const size_t total = first ? static_cast<size_t>(stripe.last - stripe.first) : from.size();
+  if (first) stripe.candidates.resize(static_cast<size_t>(count) + 1);  // one to spare: every key is written
+  const uint32_t* keys = from.data();
+  uint32_t* kept = stripe.candidates.data();
+  for (size_t i = 0; i < total; ++i) {
+    const uint32_t key = keys[i];
+    *kept = key;
+    kept += (key ^ pivot) >> shift == 0;
   }
-  const uint32_t high = pivot >> (shift + bits);
-  for (int64_t i = stripe.first; i < stripe.last; ++i) {
-    const uint32_t key = key_of<Type>(row, i);
-    if (key >> (shift + bits) == high) ++histogram[key >> shift & mask];
-  }
+  stripe.candidates.resize(static_cast<size_t>(count));
 }
 
 // Where a stripe writes its winners, and how many of its ties are among them.
@@ -81,21 +91,32 @@ struct Share {
 };
 
 // Writes the indices of scores above the pivot and of the first ties, ascending.
-template <typename Type>
-void emit(const typename Type::Storage* row, const Stripe& stripe, uint32_t pivot, int32_t base, Share share) {
+void emit(const Stripe& stripe, uint32_t pivot, int32_t base, Share share) {
+  constexpr int64_t kGroup = 64;
   auto [out, room, ties] = share;
-  constexpr int64_t kGroup = 32;
-  for (int64_t i = stripe.first; i < stripe.last; i += kGroup) {
-    const int64_t count = std::min(kGroup, stripe.last - i);
-    uint32_t above = 0, equal = 0;
+  const uint32_t start = static_cast<uint32_t>(base) + static_cast<uint32_t>(stripe.first);
+  const int64_t total = stripe.last - stripe.first;
+  for (int64_t i = 0; i < total && room > 0; i += kGroup) {
+    const int64_t count = std::min(kGroup, total - i);
+    const uint32_t* keys = stripe.keys.data() + i;
+    uint32_t winners[kGroup], equal = 0;
     for (int64_t j = 0; j < count; ++j) {
-      const uint32_t key = key_of<Type>(row, i + j);
-      above |= static_cast<uint32_t>(key > pivot) << j;
-      equal |= static_cast<uint32_t>(key == pivot) << j;
+      winners[j] = keys[j] > pivot;
+      equal |= keys[j] == pivot;
     }
-    for (; equal != 0 && ties > 0; equal &= equal - 1, --ties) above |= equal & -equal;
-    for (; above != 0 && room > 0; above &= above - 1, --room)
-      *out++ = static_cast<int32_t>(static_cast<uint32_t>(base) + static_cast<uint32_t>(i + __builtin_ctz(above)));
+    if (equal != 0 && ties > 0)
+      for (int64_t j = 0; j < count && ties > 0; ++j)
+        if (keys[j] == pivot) winners[j] = 1, --ties;
+    uint32_t found[kGroup + 1];
+    int64_t n = 0;
+    for (int64_t j = 0; j < count; ++j) {
+      found[n] = start + static_cast<uint32_t>(i + j);
+      n += winners[j];
+    }
+    n = std::min(n, room);
+    std::memcpy(out, found, static_cast<size_t>(n) * sizeof(int32_t));
+    out += n;
+    room -= n;
   }
 }
 
@@ -119,7 +140,7 @@ const typename Type::Storage* row_of(const Selection& s, int64_t r) {
 }
 
 // Writes the answer of a row whose pivot and number of ties to keep are known; stripes know what they hold.
-template <typename Type, typename ForEach>
+template <typename ForEach>
 void emit_row(const Selection& s, int64_t r, const std::vector<Stripe>& stripes, uint32_t pivot, int64_t ties,
               ForEach&& for_each) {
   int32_t* out = s.out + r * s.k;
@@ -134,7 +155,7 @@ void emit_row(const Selection& s, int64_t r, const std::vector<Stripe>& stripes,
   }
   for_each(static_cast<int64_t>(stripes.size()), [&](int64_t i) {
     const auto at = static_cast<size_t>(i);
-    emit<Type>(row_of<Type>(s, r), stripes[at], pivot, base_of(s, r), shares[at]);
+    emit(stripes[at], pivot, base_of(s, r), shares[at]);
   });
   std::fill(out, out + room, -1);
 }
@@ -152,20 +173,24 @@ template <typename Type, typename ForEach>
 void select_row(const Selection& s, int64_t r, std::vector<Stripe>& stripes, int64_t stripe, ForEach&& for_each) {
   const int64_t length = length_of(s, r);
   split(stripes, length, stripe);
+  for_each(static_cast<int64_t>(stripes.size()),
+           [&](int64_t i) { load_keys<Type>(row_of<Type>(s, r), stripes[static_cast<size_t>(i)]); });
   if (s.k >= length) {
     for (Stripe& part : stripes) part.above = part.last - part.first;
-    emit_row<Type>(s, r, stripes, 0, 0, for_each);
+    emit_row(s, r, stripes, 0, 0, for_each);
     return;
   }
   uint32_t pivot = 0;
   int64_t wanted = s.k;  // among the scores that agree with the pivot so far
-  int bits = 32;
-  for (const int shift : kShifts) {
-    const int digit_bits = bits - shift;
+  for (size_t level = 0; level < std::size(kShifts); ++level) {
+    const int shift = kShifts[level];
     for_each(static_cast<int64_t>(stripes.size()), [&](int64_t i) {
-      count_digits<Type>(row_of<Type>(s, r), stripes[static_cast<size_t>(i)], pivot, shift, digit_bits);
+      Stripe& part = stripes[static_cast<size_t>(i)];
+      if (level == 0) return count_digits(part, part.keys.data(), part.last - part.first, shift);
+      keep_candidates(part, level == 1, pivot, kShifts[level - 1], part.equal);
+      count_digits(part, part.candidates.data(), part.equal, shift);
     });
-    int digit = 1 << digit_bits;
+    int digit = kBins;
     int64_t here = 0;
     do {
       wanted -= here;
@@ -174,13 +199,12 @@ void select_row(const Selection& s, int64_t r, std::vector<Stripe>& stripes, int
       for (const Stripe& part : stripes) here += part.histogram[static_cast<size_t>(digit)];
     } while (here < wanted);
     for (Stripe& part : stripes) {
-      for (int d = digit + 1; d < 1 << digit_bits; ++d) part.above += part.histogram[static_cast<size_t>(d)];
+      part.above += std::accumulate(part.histogram.begin() + digit + 1, part.histogram.end(), int64_t{0});
       part.equal = part.histogram[static_cast<size_t>(digit)];
     }
     pivot |= static_cast<uint32_t>(digit) << shift;
-    bits = shift;
   }
-  emit_row<Type>(s, r, stripes, pivot, wanted, for_each);
+  emit_row(s, r, stripes, pivot, wanted, for_each);
 }
 
 // The pivot is the least score of the provisional answer, and that many equal ones are kept as it has.
@@ -194,7 +218,7 @@ void settle_row(const Selection& s, const Provisional& p, int64_t r, std::vector
   for (int64_t j = r * s.k; j < (r + 1) * s.k; ++j) {
     const int64_t i = p.wide ? static_cast<const int64_t*>(p.indices)[j] : static_cast<const int32_t*>(p.indices)[j];
     if (i < 0 || i >= length) continue;
-    const uint32_t key = key_of<Type>(row, i);
+    const uint32_t key = ordered_key(Type::load(row[i]));
     if (key < pivot) ties = 0;
     pivot = std::min(pivot, key);
     ties += key == pivot;
@@ -202,13 +226,16 @@ void settle_row(const Selection& s, const Provisional& p, int64_t r, std::vector
   split(stripes, length, stripe);
   for_each(static_cast<int64_t>(stripes.size()), [&](int64_t i) {
     Stripe& part = stripes[static_cast<size_t>(i)];
-    for (int64_t c = part.first; c < part.last; ++c) {
-      const uint32_t key = key_of<Type>(row, c);
-      part.above += key > pivot;
-      part.equal += key == pivot;
+    load_keys<Type>(row, part);
+    uint32_t above = 0, equal = 0;
+    for (int64_t c = 0; c < part.last - part.first; ++c) {
+      above += part.keys[static_cast<size_t>(c)] > pivot;
+      equal += part.keys[static_cast<size_t>(c)] == pivot;
     }
+    part.above = above;
+    part.equal = equal;
   });
-  emit_row<Type>(s, r, stripes, pivot, ties, for_each);
+  emit_row(s, r, stripes, pivot, ties, for_each);
 }
 
 // Rows side by side; or, where they are few and long, the stripes of one row side by side.

@@ -146,16 +146,16 @@ bool launch_cute_scorer(const Context& ctx, const Scoring& s, const Tensor& like
   const int64_t units = s.requests * s.layers() * s.kv_heads;
   if (units > kMaxBlocks / kMaxCluster || s.tokens() > kMaxTokens || s.width > kMaxTokens) return false;
 
-  // A cluster shares a row: its blocks use an idle GPU when rows are few, and keep fewer scores each when rows are
-  // long.
+  // A cluster shares a row: so few rows use the whole GPU, and of a long one each block keeps fewer scores.
   const int64_t tile = 16 * std::max<int64_t>(1, 128 / (s.bands * item)), score_bytes = 4 * scorer->heads;
   const int64_t resident = resident_blocks(*scorer), places = resident * facts.multiprocessors;
   const int64_t shared = kSharedOfMultiprocessor / resident - kSharedReserve - kHeader;
   const int64_t most_near = shared / score_bytes / tile * tile;  // scores beside those of the other resident blocks
-  const auto capacity_of = [&](int64_t cluster) { return divide_up(divide_up(s.width, cluster), tile) * tile; };
+  const int64_t columns = std::min(s.width, s.tokens());         // that can have a score
+  const auto capacity_of = [&](int64_t cluster) { return divide_up(divide_up(columns, cluster), tile) * tile; };
   int64_t cluster = 1;
   while (cluster < kMaxCluster &&
-         (capacity_of(cluster) > most_near || (2 * units * cluster <= places && s.width > cluster * kLeastTokens)))
+         (capacity_of(cluster) > most_near || (2 * units * cluster <= places && columns > cluster * kLeastTokens)))
     cluster *= 2;
   const int64_t capacity = capacity_of(cluster), near = std::min(capacity, most_near);
 

@@ -19,8 +19,9 @@ namespace {
 
 constexpr int64_t kAlignment = 128;  // of columns, in tokens: ALIGNMENT of triattention.py
 constexpr int64_t kPiecesPerMultiprocessor = 24;
-constexpr int kPoolFields = 5;  // POOL_FIELDS of triattention.py
-constexpr int kMaxLayers = 64;  // a launch of prepare_kernel carries the pools of
+constexpr int64_t kMaxTokens = INT32_MAX - 1024;  // which the last tile of a request may pass
+constexpr int kPoolFields = 5;                    // POOL_FIELDS of triattention.py
+constexpr int kMaxLayers = 64;                    // a launch of prepare_kernel carries the pools of
 constexpr int kThreads = 256;
 constexpr int kWarpSize = 32;
 
@@ -217,7 +218,8 @@ void score_with_triton(const Context& ctx, const Scoring& s, const Tensor& like,
                        const DeviceScope& scope) {
   const DeviceFacts& facts = device_facts(ctx, scope.device, reinterpret_cast<const void*>(prepare_kernel));
   const int64_t groups = s.layers() * s.kv_heads, rows = s.score_rows(), all_heads = s.layers() * s.q_heads;
-  const int64_t columns = round_up(std::min(s.width, s.tokens()) + kAlignment - 1, kAlignment);
+  const int64_t tokens = std::min(s.tokens(), kMaxTokens);
+  const int64_t columns = round_up(std::min(s.width, tokens) + kAlignment - 1, kAlignment);
   const int64_t wanted = std::max<int64_t>(facts.multiprocessors * kPiecesPerMultiprocessor / groups, 1);
   const int64_t pieces = wanted + s.requests;
   constexpr int64_t kColumnBlock = 32, kMomentBlock = 64;  // BLOCK_C of reduce, BLOCK_R of moments
@@ -245,7 +247,7 @@ void score_with_triton(const Context& ctx, const Scoring& s, const Tensor& like,
   p.layers = int32(s.layers());
   p.q_heads = int32(s.q_heads);
   p.bands = int32(s.bands);
-  p.tokens = s.tokens();
+  p.tokens = tokens;
   p.wanted_pieces = int32(wanted);
   p.pieces = int32(pieces);
   p.prompt_lengths = s.prompt_lengths;
@@ -281,7 +283,7 @@ void score_with_triton(const Context& ctx, const Scoring& s, const Tensor& like,
   const int64_t inner = s.mode == Mode::kUnion ? rows : plane_rows / s.kv_heads;
   reduce.launch_triton(ctx, scope.device, dim3(static_cast<unsigned>(s.requests * s.rows() * column_blocks)),
                        scope.stream, scores, normals, s.prompt_lengths, s.source_lengths, out.data, out.request,
-                       out.row, out.column, columns, s.tokens(), int32(rows), int32(inner),
+                       out.row, out.column, columns, tokens, int32(rows), int32(inner),
                        int32(per_head ? s.layers() : 1), int32(plane_rows), int32(s.rows()), int32(s.width),
                        int32(column_blocks), normalize);
 }

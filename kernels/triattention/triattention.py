@@ -133,13 +133,17 @@ def _load_weights(pointers, f, member, bands):
 
 
 @triton.jit
-def _add_bands(total, pointers, good, f, bands, a, a_rest, b, b_rest, c, c_rest, KEY: tl.constexpr):
-    """total + the share of the bands `f` in the scores of BLOCK_T tokens and BLOCK_H heads."""
+def _add_bands(
+    total, pointers, good, f, bands, a, a_rest, b, b_rest, c, c_rest, KEY: tl.constexpr, HUGE: tl.constexpr
+):
+    """total + the share of the bands `f` in the scores of BLOCK_T tokens and BLOCK_H heads.
+
+    With HUGE also where the square of a key is no float; equal bits elsewhere.
+    """
     mask = good[:, None] & (f < bands)[None, :]
     real = _load_keys(pointers + f[None, :], mask, KEY)
     imag = _load_keys(pointers + (bands + f)[None, :], mask, KEY)
-    if KEY == "bf16" or KEY == "fp32":
-        # Where a square would be no float, it is taken of less.
+    if HUGE:
         huge = tl.maximum(tl.abs(real), tl.abs(imag)) > 1.0e18
         down = tl.where(huge, 5.421010862427522e-20, 1.0)  # 2^-64
         up = tl.where(huge, 1.8446744073709552e19, 1.0)
@@ -243,13 +247,27 @@ def score_kernel(
                 shift = tl.multiple_of(shift, [VECTOR])
                 pointers = keys + shift[:, None]
                 tile = tl.zeros([BLOCK_T, BLOCK_H], dtype=tl.float32)
-                tile = _add_bands(tile, pointers, good, f, half, a, a_rest, b, b_rest, c, c_rest, KEY)
+                tile = _add_bands(tile, pointers, good, f, half, a, a_rest, b, b_rest, c, c_rest, KEY, False)
                 if PARTS == 2:
                     tile = _add_bands(
                         *(tile, pointers, good, BLOCK_F + f, half),
-                        *(more_a, more_a_rest, more_b, more_b_rest, more_c, more_c_rest, KEY),
+                        *(more_a, more_a_rest, more_b, more_b_rest, more_c, more_c_rest, KEY, False),
                     )
-                finite = good[:, None] & member[None, :] & (tl.abs(tile) < float("inf"))
+                there = good[:, None] & member[None, :]
+                finite = there & (tl.abs(tile) < float("inf"))
+                if KEY == "bf16" or KEY == "fp32":
+                    lost = tl.sum(tl.sum((there & ~finite).to(tl.int32), axis=1), axis=0)
+                    if lost > 0:
+                        tile = tl.zeros([BLOCK_T, BLOCK_H], dtype=tl.float32)
+                        tile = _add_bands(
+                            tile, pointers, good, f, half, a, a_rest, b, b_rest, c, c_rest, KEY, True
+                        )
+                        if PARTS == 2:
+                            tile = _add_bands(
+                                *(tile, pointers, good, BLOCK_F + f, half),
+                                *(more_a, more_a_rest, more_b, more_b_rest, more_c, more_c_rest, KEY, True),
+                            )
+                        finite = there & (tl.abs(tile) < float("inf"))
                 tile = tl.where(finite, tile, LOWEST)
                 column = (token - base).to(tl.int64)
                 written = (token < end) & (token < stored)
@@ -407,7 +425,7 @@ def _score(key: str, vector: int, bands: int) -> dict[str, object]:
             "BLOCK_F": min(bands, 64),
             "PARTS": 2 if wide else 1,
             "BLOCK_H": 8,
-            "STAGES": 1 if wide and key == "fp32" else 2,
+            "STAGES": 1 if bands > 32 and key == "fp32" else 2,
         },
         "warps": 2 if wide else 4,
         "registers": 168 if wide else 128,
