@@ -10,7 +10,7 @@ SOURCES := pyproject.toml setup.py $(shell find include kernels ops methods -typ
 # Threads that spin while they wait crawl as soon as another program has a core.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test    install kvc and the developers' tools, check formats and types, run all tests"
 	@echo "make check   formats and types only;  make format  applies the formatters"
 	@echo "make bench   benchmarks that need no GPU;  tests/run_gpu.sh runs everything that needs one"
+	@echo "make docs    the documentation, as HTML, into build/docs"
 	@echo "make clean   remove $(VENV) and what was built"
 	@echo
 	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH) (not installed where PYTHON has torch >= 2.11)  VENV=$(VENV)"
@@ -40,6 +41,10 @@ format: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m pytest bench/bench_*.py --benchmark-only
+
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+	@echo "build/docs/index.html"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

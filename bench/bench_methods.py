@@ -36,8 +36,8 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import common
+from bench.common import Row
 
-Row = dict[str, Any]
 RATIO_BAR, HOST_BAR_US, FILL_BAR_US = 1.25, 150.0, 2500.0
 OFFLOAD_BAR = 1.03
 
@@ -268,6 +268,20 @@ def offload_rows() -> list[Row]:
     return rows
 
 
+def small_case(compaction: str) -> Case:
+    sizes: Row = {"requests": 2, "layers": 2, "heads": 2, "q_heads": 4, "head_dim": 64, "prompt": 32}
+    return Case(compaction=compaction, budget=256, beta=64, device="cpu", **sizes)
+
+
+def cpu_rows() -> list[Row]:
+    rows: list[Row] = []
+    for compaction in ("ordered", "fill"):
+        times = common.host_times(small_case(compaction).again, repeats=15, warmup=2)
+        name = f"CPU round: 2 requests, 2 layers, union, {compaction}, {torch.get_num_threads()} threads"
+        rows.append({"case": name, **common.summary(times)})
+    return rows
+
+
 def show(rows: list[Row]) -> None:
     table = Table("case", "us", "p90", "ratio", "bar")
     for r in rows:
@@ -280,15 +294,24 @@ def show(rows: list[Row]) -> None:
     Console(width=140).print(table)
 
 
+PARTS = "rounds,offload,cpu"
+
+
+def all_parts(only: str = "") -> common.Parts:
+    return {
+        "rounds": lambda: gpu_rows(common.copy_rate(), only),
+        "offload": offload_rows,
+        "cpu": cpu_rows,
+    }
+
+
 def main(
     json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
-    only: Annotated[str, typer.Option(help="Run only the cases whose name contains this.")] = "",
+    only: Annotated[str, typer.Option(help="Run only the rounds whose name contains this.")] = "",
+    parts: Annotated[str, typer.Option(help="Comma-separated, of those of the default.")] = PARTS,
 ) -> None:
     """Measure whole eviction rounds and the offload of pages on the GPU of this machine."""
-    copy = common.copy_ceiling()
-    rows = [{"case": "ceiling: device copy, read + write", **copy}, *gpu_rows(copy["gb_per_s"], only)]
-    if not only or only in "offload":
-        rows += offload_rows()
+    rows = common.measure(all_parts(only), parts.split(","))
     show(rows)
     if json is not None:
         common.write(json, {"benchmark": "methods", "rows": rows})
@@ -296,9 +319,7 @@ def main(
 
 @pytest.mark.parametrize("compaction", ["ordered", "fill"])
 def test_cpu_round(benchmark: Any, compaction: str) -> None:
-    sizes: Row = {"requests": 2, "layers": 2, "heads": 2, "q_heads": 4, "head_dim": 64, "prompt": 32}
-    case = Case(compaction=compaction, budget=256, beta=64, device="cpu", **sizes)
-    benchmark(case.again)
+    benchmark(small_case(compaction).again)
 
 
 @pytest.mark.parametrize("way", range(5))

@@ -28,10 +28,10 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import common
+from bench.common import Row, row
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 TRITON = {"KVC_TRIATTENTION_SCORER": "triton"}
-Row = dict[str, Any]
 
 
 @dataclass
@@ -125,10 +125,6 @@ class Case:
             return stacked.mean(1) if self.mode == "per_head" else stacked.flatten(1, 2)
 
         return run
-
-
-def row(name: str, result: dict[str, float], ceiling: float, bar: float | None = None, **extra: Any) -> Row:
-    return {"case": name, **result, "share": result["gb_per_s"] / ceiling, "bar": bar, **extra}
 
 
 def repeats(case: Case) -> int:
@@ -286,29 +282,33 @@ def show(rows: list[Row]) -> None:
     Console(width=150).print(table)
 
 
+PARTS = "score,triton,compiled,phase,host,cpu"
+
+
+def all_parts(only: str = "") -> common.Parts:
+    return {
+        "score": lambda: score_rows(common.copy_rate(), only),
+        "forced": lambda: score_rows(common.copy_rate(), only, "Triton scorer: "),
+        "triton": lambda: triton_rows(only),
+        "peers": lambda: peer_rows(common.copy_rate(), False),
+        "compiled": lambda: peer_rows(common.copy_rate(), True),
+        "phase": phase_rows,
+        "host": host_rows,
+        "cpu": cpu_rows,
+    }
+
+
 def main(
     json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
     only: Annotated[
         str, typer.Option(help="Only the scoring cases whose name contains one of these; ; between.")
     ] = "",
     parts: Annotated[
-        str, typer.Option(help="Comma-separated: score, triton, peers, compiled, phase, host, cpu.")
-    ] = "score,triton,peers,compiled,phase,host,cpu",
+        str, typer.Option(help="Comma-separated; `peers` is `compiled` without torch.compile.")
+    ] = PARTS,
 ) -> None:
     """Measure TriAttention scoring on the GPU of this machine."""
-    chosen = parts.split(",")
-    rows: list[Row] = []
-    if torch.cuda.is_available():
-        copy = common.copy_ceiling()
-        ceiling = copy["gb_per_s"]
-        rows.append(row("ceiling: device copy, read + write", copy, ceiling))
-        rows += score_rows(ceiling, only) if "score" in chosen else []
-        rows += score_rows(ceiling, only, "Triton scorer: ") if "forced" in chosen else []
-        rows += triton_rows(only) if "triton" in chosen else []
-        rows += peer_rows(ceiling, "compiled" in chosen) if "peers" in chosen else []
-        rows += phase_rows() if "phase" in chosen else []
-        rows += host_rows() if "host" in chosen else []
-    rows += cpu_rows() if "cpu" in chosen else []
+    rows = common.measure(all_parts(only), parts.split(","))
     show(rows)
     if json is not None:
         common.write(json, {"benchmark": "triattention", "rows": rows})

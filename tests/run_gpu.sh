@@ -37,11 +37,7 @@ for step in $steps; do
           python3 -m pytest tests/test_triattention.py -q -m cuda -p no:cacheprovider \
           -k "test_ragged or test_pages or test_far_lengths or test_no_pages or by_hand or test_requests or test_offsets"
       done ;;
-    bench) lines=90 run bench_nvfp4 python3 -m bench.bench_nvfp4 --json "$results/nvfp4.json"
-      lines=70 run bench_compaction python3 -m bench.bench_compaction --json "$results/compaction.json"
-      lines=180 run bench_topk python3 -m bench.bench_topk ${KVC_PEERS:+--peers "$KVC_PEERS"} --json "$results/topk.json"
-      lines=60 run bench_triattention python3 -m bench.bench_triattention --json "$results/triattention.json"
-      lines=60 run bench_methods python3 -m bench.bench_methods --json "$results/methods.json" ;;
+    bench) lines=500 run bench python3 -m bench ${KVC_PEERS:+--peers "$KVC_PEERS"} --json "$results/bench.json" ;;
     *) echo "unknown step $step"; exit 2 ;;
   esac
 done
