@@ -183,10 +183,12 @@ def environment() -> dict[str, Any]:
         except (OSError, subprocess.CalledProcessError):
             return None
 
+    named = os.environ.get("KVC_COMMIT")
     facts: dict[str, Any] = {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": os.environ.get("KVC_COMMIT") or command("git", "rev-parse", "--short", "HEAD"),
-        "dirty": bool(command("git", "status", "--porcelain", "--untracked-files=no")),
+        # An archive of a commit knows its name from KVC_COMMIT alone.
+        "commit": named or command("git", "rev-parse", "--short", "HEAD"),
+        "dirty": not named and bool(command("git", "status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
