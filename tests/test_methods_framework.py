@@ -93,6 +93,13 @@ class TestConfig:
         with pytest.raises(pydantic.ValidationError, match="layers"):
             facts(layers=[])
 
+    def test_the_device_gets_an_index(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+        assert facts(device="cuda").device == torch.device("cuda", 1)
+        assert facts(device="cuda:0").device == torch.device("cuda", 0)
+        assert facts(device="cpu").device == torch.device("cpu")
+
 
 class TestManager:
     def test_hooks_do_nothing(self) -> None:
