@@ -71,33 +71,52 @@ int64_t list_entries(const Selection& s, int cluster) {
   const double open = std::min(kSample, expected + margin) - std::max(0.0, expected - margin);
   const double entries = (open + 4.0 * std::sqrt(open)) / kSample * static_cast<double>(s.width) / cluster;
   return static_cast<int64_t>(cluster > 1 ? 1.05 * entries : entries) + 128;
+}
+
+// How a streaming kernel is to be launched.
+struct Plan {
+  int cluster;
+  int64_t part, mark_groups, entries, shared;
+
+  Plan(const Selection& s, int cluster_, int64_t most_shared) : cluster(cluster_) {
+    const int64_t groups = (s.width + 3) / 4 + 1;
+    part = ((groups + cluster - 1) / cluster + 15) / 16 * 16;
+    const int64_t most_marks = std::min(kMarkGroups, (most_shared - kStreamFixed - kLeastList) / 1024 * 1024);
+    mark_groups = std::min((part + 1023) / 1024 * 1024, most_marks);
+    entries = std::min(list_entries(s, cluster), (most_shared - kStreamFixed - mark_groups) / 8) / 2 * 2;
+    shared = kStreamFixed + mark_groups + 8 * entries;
+  }
+  bool keeps_all_marks() const { return part <= mark_groups; }
+};
+
+template <typename Score>
+void stream(const Context& ctx, const Selection& s, const DeviceScope& scope, const DeviceFacts& facts, Problem problem,
+            const CompiledKernel& compiled) {
+  static KernelLoader loader(compiled);
   const Limits& limit = limits<Score>(scope.device);
-  const bool precompiled = loader.supports(facts.major, facts.minor);
-  const int cluster = limit.clusters || precompiled ? cluster_size(s, facts.multiprocessors) : 1;
-  const int64_t groups = (s.width + 3) / 4 + 1, part = ((groups + cluster - 1) / cluster + 15) / 16 * 16;
-  const int64_t most_marks = std::min(kMarkGroups, (limit.shared - kStreamFixed - kLeastList) / 1024 * 1024);
-  const int64_t mark_groups = std::min((part + 1023) / 1024 * 1024, most_marks);
-  const int64_t room = (limit.shared - kStreamFixed - mark_groups) / 8;
-  problem.mark_groups = static_cast<int32_t>(mark_groups);
-  problem.list_capacity = static_cast<int32_t>(std::min(list_entries(s, cluster), room) / 2 * 2);
-  const int shared = static_cast<int>(kStreamFixed + mark_groups + 8 * problem.list_capacity);
-  const dim3 grid(static_cast<unsigned>(s.rows * cluster));
-  if (precompiled && part <= mark_groups) {  // select.py marks whole rows only
+  Plan plan(s, cluster_size(s, facts.multiprocessors), limit.shared);
+  const bool precompiled = loader.supports(facts.major, facts.minor) && plan.keeps_all_marks();
+  if (!precompiled && !limit.clusters) plan = Plan(s, 1, limit.shared);
+  problem.mark_groups = static_cast<int32_t>(plan.mark_groups);
+  problem.list_capacity = static_cast<int32_t>(plan.entries);
+  const dim3 grid(static_cast<unsigned>(s.rows * plan.cluster));
+  if (precompiled) {
+    const LaunchShape shape{grid, static_cast<int>(plan.shared), plan.cluster};
     const int32_t* bases = s.bases ? s.bases : s.lengths;
-    return loader.launch(ctx, scope.device, LaunchShape{grid, shared, cluster}, scope.stream, s.scores, s.row_stride,
-                         s.lengths, bases, static_cast<int32_t>(s.bases != nullptr), s.out, s.k, problem.width,
-                         problem.list_capacity, problem.mark_groups);
+    return loader.launch(ctx, scope.device, shape, scope.stream, s.scores, s.row_stride, s.lengths, bases,
+                         static_cast<int32_t>(s.bases != nullptr), s.out, s.k, problem.width, problem.list_capacity,
+                         problem.mark_groups);
   }
   cudaLaunchConfig_t config{};
   config.gridDim = grid;
   config.blockDim = dim3(kStreamThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(shared);
+  config.dynamicSmemBytes = static_cast<size_t>(plan.shared);
   config.stream = scope.stream;
   cudaLaunchAttribute attribute;
   attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
+  attribute.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
   config.attrs = &attribute;
-  config.numAttrs = cluster > 1 ? 1 : 0;
+  config.numAttrs = plan.cluster > 1 ? 1 : 0;
   const auto kernel = limit.clusters ? streaming_select<Score, kStreamThreads, true, 2>
                                      : streaming_select<Score, kStreamThreads, false, 2>;
   cuda_check(cudaLaunchKernelEx(&config, kernel, problem), "streaming_select");
@@ -111,7 +130,7 @@ void keep_resident(const Selection& s, const DeviceScope& scope, const Problem& 
 
 template <typename Score>
 void select(const Context& ctx, const Selection& s, const DeviceScope& scope, const CompiledKernel& compiled) {
-  const auto* probe = reinterpret_cast<const void*>(&resident_select<Score, 256, 3>);
+  const void* probe = reinterpret_cast<const void*>(&resident_select<Score, 256, 3>);
   const DeviceFacts& facts = device_facts(ctx, scope.device, probe);
   const Problem problem{s.scores, s.row_stride, s.lengths, s.bases, s.out, s.k, static_cast<int32_t>(s.width), 0, 0};
   constexpr int64_t kVector = 4 * sizeof(Score);
