@@ -10,7 +10,7 @@ SOURCES := pyproject.toml setup.py $(shell find include kernels ops methods -typ
 # Threads that spin while they wait crawl as soon as another program has a core.
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: help demo test check format bench clean
+.PHONY: help demo test check format bench docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test    install kvc and the developers' tools, check formats and types, run all tests"
 	@echo "make check   formats and types only;  make format  applies the formatters"
 	@echo "make bench   benchmarks that need no GPU;  tests/run_gpu.sh runs everything that needs one"
+	@echo "make docs    the documentation, as HTML, into build/docs"
 	@echo "make clean   remove $(VENV) and what was built"
 	@echo
 	@echo "PYTHON=$(PYTHON)  TORCH=$(TORCH) (not installed where PYTHON has torch >= 2.11)  VENV=$(VENV)"
@@ -35,27 +36,31 @@ test: check
 format: $(VENV)/installed-dev
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
-	find include kernels bench -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \
+	find include kernels bench examples -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \
 	| xargs $(BIN)/python -c 'import clang_format; clang_format.clang_format()' -i
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m pytest bench/bench_*.py --benchmark-only
 
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
+	@echo "build/docs/index.html"
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info
 
 # Torch is installed first and on its own: kvc is built against whichever torch is there. A CUDA build also compiles
-# Triton and CuTe DSL kernels; a CUDA torch has brought its Triton along.
+# Triton and CuTe DSL kernels, and a CUDA torch has brought its Triton along.
 $(VENV)/torch:
 	$(PYTHON) -m venv --clear --system-site-packages $(VENV)
 	@if ! $(BIN)/python -c 'from importlib.metadata import version; import sys; \
 	  sys.exit(tuple(map(int, version("torch").split(".")[:2])) < (2, 11))' 2>/dev/null; \
 	then set -x; $(PYTHON) -m venv --clear $(VENV) && $(BIN)/python -m pip install -q '$(TORCH)'; fi
-	$(BIN)/python -m pip install -q 'setuptools>=77'
+	$(BIN)/python -m pip install -q 'pybind11>=2.13' 'setuptools>=77'
 	@if PATH="$$PATH:$${CUDA_HOME:-/usr/local/cuda}/bin" command -v nvcc >/dev/null && ! $(BIN)/python -c 'import triton' 2>/dev/null; \
 	then set -x; $(BIN)/python -m pip install -q 'triton~=3.6.0'; fi
-	@if PATH="$$PATH:$${CUDA_HOME:-/usr/local/cuda}/bin" command -v nvcc >/dev/null; \
-	then set -x; $(BIN)/python -m pip install -q nvidia-cutlass-dsl==4.8.1; fi
+	@if PATH="$$PATH:$${CUDA_HOME:-/usr/local/cuda}/bin" command -v nvcc >/dev/null && ! $(BIN)/python -c 'import cutlass' 2>/dev/null; \
+	then set -x; $(BIN)/python -m pip install -q 'nvidia-cutlass-dsl==4.8.1'; fi
 	@touch $@
 
 # Not isolated: an isolated build would fetch its tools again each time. Objects in build/ are kept while they are valid.

@@ -24,9 +24,15 @@ ROOT = Path(__file__).parent.resolve()
 # The PTX runs, by way of the driver's compiler, on every architecture that has no machine code here.
 CUDA_ARCHS = ("80", "86", "89", "90a", "100f", "120f", "80+PTX")
 # Kernels compiled ahead of time to machine code that the CUDA library carries.
-TRITON_MODULES = ("kernels/compaction/pack.py", "kernels/topk/settle.py")
-CUTE_MODULES = ("kernels/topk/select.py",)
+TRITON_MODULES = (
+    "kernels/compaction/pack.py",
+    "kernels/topk/settle.py",
+    "kernels/triattention/triattention.py",
+)
+CUTE_MODULES: tuple[str, ...] = ("kernels/topk/select.py", "kernels/triattention/score.py")
 CUTE_ARCHS = ("90a", "100f")
+CODEC_SOURCES = ("kernels/nvfp4/codec.cpp", "kernels/nvfp4/tiles_cpu.cpp")
+PYBIND_SOURCES = ("kernels/nvfp4/codec_python.cpp",)
 TORCH_TARGET_VERSION = "0x020b000000000000"  # 2.11
 PYTHON_LIMITED_API = "0x030a0000"  # 3.10
 
@@ -68,6 +74,12 @@ def find_nvcc() -> str | None:
 class BuildExtension(build_ext):
     """setuptools' build_ext, with nvcc for .cu files and parallel compilation."""
 
+    def get_ext_filename(self, fullname: str) -> str:
+        folder, _, name = fullname.rpartition(".")
+        if name.startswith("lib"):  # no module of Python but a library of its own
+            return os.path.join(*folder.split("."), f"{name}.so")
+        return str(super().get_ext_filename(fullname))
+
     def build_extension(self, ext: Extension) -> None:
         torch = find_torch()
         temp = Path(self.build_temp).resolve() / ext.name
@@ -98,51 +110,81 @@ class BuildExtension(build_ext):
             f"-ffile-prefix-map={ROOT}=.",
             f"-ffile-prefix-map={torch}=torch",
         ]
-        cuda = ext.name.endswith("_C_cuda")
+        cuda = ext.name.endswith("_cuda")
         nvcc = find_nvcc() if cuda else None
         targets, names = cuda_targets()
-        if cuda:
-            flags += ["-DUSE_CUDA", f'-DKVC_CUDA_ARCHS="{names}"']
-
-        headers = sorted(p for top in own for p in top.rglob("*") if p.suffix in (".h", ".cuh"))
-        shared = b"".join(path.read_bytes() for path in [*headers, torch / "version.py"])
+        with_cuda = ["-DUSE_CUDA", f'-DKVC_CUDA_ARCHS="{names}"']
 
         def compile_one(source: str) -> str:
-            output = temp / (source.replace("/", "_") + ".o")
             if source.endswith(".cu"):
                 assert nvcc is not None
                 command = [
                     nvcc,
                     *flags,
+                    *with_cuda,
                     *targets,
                     "-lineinfo",
                     "--expt-relaxed-constexpr",
                     "-Xcompiler",
                     ",".join(host),
                 ]
+            elif source in PYBIND_SOURCES:  # pybind11 needs all of Python's API
+                limited = f"-DPy_LIMITED_API={PYTHON_LIMITED_API}"
+                command = [os.environ.get("CXX", "g++"), *(flag for flag in flags if flag != limited), *host]
+                command += ["-isystem", str(find_pybind11())]
             else:
                 command = [os.environ.get("CXX", "g++"), *flags, *host]
-            command += ["-c", str(ROOT / source), "-o", str(output)]
-            # An object is kept while what it was made of is the same, so a change in Python costs no compilation.
+                command += with_cuda if ext.name.endswith("_C_cuda") else []
+            # Libraries share the objects of sources that they compile with the same flags.
+            output = temp.parent / "objects" / hashlib.sha256(repr(command).encode()).hexdigest()[:12]
+            output.mkdir(parents=True, exist_ok=True)
+            output /= source.replace("/", "_") + ".o"
+            depends = output.with_suffix(".d")
+            command += ["-c", str(ROOT / source), "-o", str(output), "-MMD", "-MF", str(depends)]
             compiler = subprocess.run([command[0], "--version"], capture_output=True, check=False).stdout
-            content = repr(command).encode() + compiler + shared + (ROOT / source).read_bytes()
-            digest, known = hashlib.sha256(content).hexdigest(), output.with_suffix(".sha256")
-            if not (output.is_file() and known.is_file() and known.read_text() == digest):
+
+            # An object is kept while what it was made of is the same, so a change elsewhere costs no compilation.
+            def digest() -> str:
+                content = repr(command).encode() + compiler + (torch / "version.py").read_bytes()
+                if depends.is_file():
+                    files = depends.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+                    content += b"".join(Path(f).read_bytes() for f in sorted(files) if Path(f).is_file())
+                return hashlib.sha256(content).hexdigest()
+
+            known = output.with_suffix(".sha256")
+            if not (output.is_file() and known.is_file() and known.read_text() == digest()):
                 known.unlink(missing_ok=True)
+                depends.unlink(missing_ok=True)
                 subprocess.run(command, check=True)
-                known.write_text(digest)
+                known.write_text(digest())
             return str(output)
 
-        sources = [*ext.sources, compiled_kernels(temp)] if cuda else ext.sources
+        ops = ext.name in ("kvc._C", "kvc._C_cuda")
+        sources = [*ext.sources, compiled_kernels(temp)] if cuda and ops else ext.sources
         with ThreadPoolExecutor(jobs) as pool:
             objects = list(pool.map(compile_one, sources))
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        link = [os.environ.get("CXX", "g++"), "-shared", *objects, "-o", str(target), f"-L{torch / 'lib'}"]
-        link += ["-Wl,--no-as-needed", "-ltorch_cpu"]
+        link = [os.environ.get("CXX", "g++"), "-shared", *objects, "-o", str(target)]
+        if ops:
+            link += [f"-L{torch / 'lib'}", "-Wl,--no-as-needed", "-ltorch_cpu"]
+        else:
+            link += [f"-Wl,-soname,{target.name}", "-pthread", "-ldl"]
+        if ops and cuda:
+            link += [f"-L{stub_libtorch_cuda(temp)}", "-ltorch_cuda"]
         if cuda:
-            link += [f"-L{stub_libtorch_cuda(temp)}", "-ltorch_cuda", *cudart(nvcc)]
+            link += cudart(nvcc)
         subprocess.run(link, check=True)
+
+
+def find_pybind11() -> str | None:
+    """Its headers; pyproject.toml requires it, but a build that is not isolated may lack it."""
+    try:
+        import pybind11
+    except ModuleNotFoundError:
+        print("kvc: no pybind11 found, building without kvc._codec (the C++ codec as a Python object)")
+        return None
+    return str(pybind11.get_include())
 
 
 def cuda_archs() -> list[str]:
@@ -212,28 +254,39 @@ def extensions() -> list[Extension]:
             [
                 "kernels/common/module_cpu.cpp",
                 "kernels/nvfp4/nvfp4_cpu.cpp",
+                "kernels/nvfp4/tiles_cpu.cpp",
                 "kernels/compaction/compaction_cpu.cpp",
                 "kernels/topk/topk_cpu.cpp",
+                "kernels/triattention/triattention_cpu.cpp",
             ],
             py_limited_api=True,
-        )
+        ),
+        # The C++ codec: a library without torch and Python, and the module that loads it.
+        Extension("kvc.lib.libkvc_codec", [*CODEC_SOURCES, "kernels/nvfp4/codec_host.cpp"]),
     ]
+    if find_pybind11() is not None:
+        found.append(Extension("kvc._codec", [*PYBIND_SOURCES]))
     if find_nvcc() is not None:
         found.append(
             Extension(
                 "kvc._C_cuda",
                 [
                     "kernels/common/module_cuda.cpp",
+                    "kernels/nvfp4/launch.cu",
                     "kernels/nvfp4/nvfp4.cu",
                     "kernels/compaction/compaction.cu",
                     "kernels/compaction/pack.cu",
                     "kernels/topk/select.cu",
                     "kernels/topk/settle.cu",
                     "kernels/topk/topk.cu",
+                    "kernels/triattention/triattention.cu",
+                    "kernels/triattention/score_cute.cu",
                 ],
                 py_limited_api=True,
             )
         )
+        cuda_codec = [*CODEC_SOURCES, "kernels/nvfp4/codec_cuda.cu", "kernels/nvfp4/launch.cu"]
+        found.append(Extension("kvc.lib.libkvc_codec_cuda", cuda_codec))
     return found
 
 
@@ -242,10 +295,10 @@ EXTENSIONS = extensions()
 setup(
     ext_modules=EXTENSIONS,
     # pip installs these into its isolated environment, and only when CUDA is built.
-    setup_requires=["nvidia-cutlass-dsl==4.8.1", "triton~=3.6.0"] if len(EXTENSIONS) > 1 else [],
+    setup_requires=["triton~=3.6.0", "nvidia-cutlass-dsl==4.8.1"] if find_nvcc() is not None else [],
     cmdclass={"build_ext": BuildExtension},
-    packages=["kvc", "kvc.include", "kvc.reference"],
-    package_dir={"kvc": "ops", "kvc.include": "include"},
+    packages=["kvc", "kvc.include", "kvc.methods", "kvc.reference"],
+    package_dir={"kvc": "ops", "kvc.include": "include", "kvc.methods": "methods"},
     package_data={"kvc": ["py.typed", "*.pyi"], "kvc.include": ["kvc/*.h"]},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

@@ -21,10 +21,10 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import common
+from bench.common import Row, row
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 BUDGET, EVICTED = 2048, 128
-Row = dict[str, Any]
 
 
 @dataclass
@@ -124,10 +124,6 @@ class Case:
                 pool.index_copy_(0, to_rows, pool.index_select(0, from_rows))
 
         return run
-
-
-def row(name: str, result: dict[str, float], ceiling: float, bar: float | None = None, **extra: Any) -> Row:
-    return {"case": name, **result, "share": result["gb_per_s"] / ceiling, "bar": bar, **extra}
 
 
 def repeats(requests: int) -> int:
@@ -304,26 +300,27 @@ def show(rows: list[Row]) -> None:
     Console(width=140).print(table)
 
 
+PARTS = "compaction,idle,baseline,packing,host,cpu"
+
+
+def all_parts(only: str = "") -> common.Parts:
+    return {
+        "compaction": lambda: compaction_rows(common.copy_rate(), only),
+        "idle": lambda: idle_rows(common.copy_rate()),
+        "baseline": lambda: baseline_rows(common.copy_rate()),
+        "packing": packing_rows,
+        "host": host_rows,
+        "cpu": cpu_rows,
+    }
+
+
 def main(
     json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
     only: Annotated[str, typer.Option(help="Run only the compaction cases whose name contains this.")] = "",
-    parts: Annotated[
-        str, typer.Option(help="Comma-separated: compaction, idle, baseline, packing, host, cpu.")
-    ] = "compaction,idle,baseline,packing,host,cpu",
+    parts: Annotated[str, typer.Option(help="Comma-separated, of those of the default.")] = PARTS,
 ) -> None:
     """Measure compaction and move packing on the GPU of this machine."""
-    chosen = parts.split(",")
-    rows: list[Row] = []
-    if torch.cuda.is_available():
-        copy = common.copy_ceiling()
-        ceiling = copy["gb_per_s"]
-        rows.append(row("ceiling: device copy, read + write", copy, ceiling))
-        rows += compaction_rows(ceiling, only) if "compaction" in chosen else []
-        rows += idle_rows(ceiling) if "idle" in chosen else []
-        rows += baseline_rows(ceiling) if "baseline" in chosen else []
-        rows += packing_rows() if "packing" in chosen else []
-        rows += host_rows() if "host" in chosen else []
-    rows += cpu_rows() if "cpu" in chosen else []
+    rows = common.measure(all_parts(only), parts.split(","))
     show(rows)
     if json is not None:
         common.write(json, {"benchmark": "compaction", "rows": rows})

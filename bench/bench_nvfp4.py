@@ -16,10 +16,12 @@ import pytest
 import torch
 import typer
 from kvc import PageBuffer, PageLayout
+from kvc.reference import nvfp4 as reference
 from rich.console import Console
 from rich.table import Table
 
 from bench import common
+from bench.common import Row, row
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
 LAYERS, HEADS, HEAD_DIM, TOKENS = 36, 8, 128, 32  # Qwen3-8B, pages of 32 tokens
@@ -104,13 +106,7 @@ HBM_BARS = {
 }
 
 
-def row(
-    name: str, result: dict[str, float], ceiling: float, bar: float | None = None, **extra: Any
-) -> dict[str, Any]:
-    return {"case": name, **result, "share": result["gb_per_s"] / ceiling, "bar": bar, **extra}
-
-
-def hbm_rows(copy: float, only: str) -> list[dict[str, Any]]:
+def hbm_rows(copy: float, only: str) -> list[Row]:
     rows = []
     for name, build in CASES.items():
         if only and only not in name:
@@ -135,8 +131,8 @@ def hbm_rows(copy: float, only: str) -> list[dict[str, Any]]:
     return rows
 
 
-def pinned_rows(plain: common.Plain, only: str) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
+def pinned_rows(plain: common.Plain, only: str) -> list[Row]:
+    rows: list[Row] = []
     for name in ("BF16 whole", "FP8 whole", "lossless BF16"):
         if only and only not in name:
             continue
@@ -183,7 +179,7 @@ def pinned_rows(plain: common.Plain, only: str) -> list[dict[str, Any]]:
     return rows
 
 
-def single_page_rows(plain: common.Plain) -> list[dict[str, Any]]:
+def single_page_rows(plain: common.Plain) -> list[Row]:
     rows = []
     case = Case(qwen(BF16), hot_bytes=64 << 20)
     host = case.pinned()
@@ -213,7 +209,153 @@ def single_page_rows(plain: common.Plain) -> list[dict[str, Any]]:
     return rows
 
 
-def host_rows() -> list[dict[str, Any]]:
+def transfer_rows() -> list[Row]:
+    """Pages of one buffer, 4 KiB to 4 MiB of BF16, to pinned memory: quantized by the copy that moves them, in two
+    steps, or whole. A row counts the bytes that cross the link; events around plain calls, so launches count too."""
+    rows: list[Row] = []
+    for size in [4096 << i for i in range(11)]:
+        pages = max(32, min(1024, (64 << 20) // size))
+        case = Case(PageLayout([[PageBuffer(0, size // 256, 128, BF16)]]), hot_bytes=pages * size)
+        hot = case.pools[0]
+        cold, whole = case.pinned(), torch.empty(hot.shape, dtype=BF16, pin_memory=True)
+        order = case.pairs[:, 1].long().contiguous()
+        sources, targets = [hot[i] for i in order.tolist()], list(whole)
+        to_hbm = case.encode()
+        to_hbm()
+        as_cold, as_hot = case.cold.cpu(), hot[order.to(hot.device)].cpu()
+
+        def two_steps(case: Case = case, cold: torch.Tensor = cold, encode: Any = to_hbm) -> None:
+            encode()
+            cold.copy_(case.cold, non_blocking=True)
+
+        def one_by_one(targets: Any = targets, sources: Any = sources) -> None:
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
+
+        batch = partial(common.plain().batch, hot, order, whole)
+        ways: dict[str, tuple[Callable[[], Any], torch.Tensor, torch.Tensor]] = {
+            "kvc, into pinned memory": (case.encode(cold), cold, as_cold),
+            "kvc into HBM, then one copy": (two_steps, cold, as_cold),
+            "copy_ page by page, BF16": (one_by_one, whole, as_hot),
+            "cudaMemcpyBatchAsync, BF16": (batch, whole, as_hot),
+        }
+        for way, (run, target, expected) in ways.items():
+            target.zero_()
+            name = f"{case.pages} pages of {size >> 10} KiB: {way}"
+            fields = {"case": name, "way": way, "page_bytes": size, "pages": case.pages}
+            try:
+                with torch.cuda.stream(torch.cuda.Stream()):
+                    times = common.gpu_times(run, repeats=7, cold=False, graph=False, warm_s=0.01)
+            except RuntimeError as error:
+                rows.append({**fields, "refuses": str(error)})
+                continue
+            if not torch.equal(target, expected):
+                raise SystemExit(f"{name}: other bytes arrived")
+            result = common.rate(target.nbytes, times)
+            rows.append({**fields, **result, "us_page": result["us"] / case.pages})
+    return rows
+
+
+def beside_rows(size: int = 8192, products: int = 30) -> list[Row]:
+    """What a transfer costs a model beside it: a loop of BF16 matrix products with and without the codec, between
+    pools and pinned memory, on another stream."""
+    a, b = (torch.randn(size, size, device="cuda").bfloat16() for _ in range(2))
+    out, side, here = torch.empty_like(a), torch.cuda.Stream(), torch.cuda.current_stream()
+    case = Case(qwen(BF16))
+    host, nbytes = case.pinned(), case.pages * case.cold_page
+
+    def event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+        mark = torch.cuda.Event(enable_timing=True)
+        mark.record(stream)
+        return mark
+
+    def loop(beside: Callable[[], Any] | None, transfers: int = 0) -> tuple[float, int, float]:
+        """us of the loop, transfers that ended within it, and us of these."""
+        torch.cuda.synchronize()
+        torch.cuda._sleep(4_000_000)  # while the host submits
+        begin = event(here)
+        side.wait_event(begin)
+        marks = []
+        with torch.cuda.stream(side):
+            for _ in range(transfers if beside else 0):
+                assert beside is not None
+                beside()
+                marks.append(event(side))
+        for _ in range(products):
+            torch.mm(a, b, out=out)
+        end = event(here)
+        torch.cuda.synchronize()
+        within = [mark for mark in marks if mark.elapsed_time(end) >= 0]
+        spent = begin.elapsed_time(within[-1]) * 1e3 if within else 0.0
+        return begin.elapsed_time(end) * 1e3, len(within), spent
+
+    ways: dict[str, Callable[[], Any]] = {}
+    for ctas in (4, 8, 16, 32):
+        ways[f"encode, {ctas} CTAs"] = case.encode(host, ctas)
+        ways[f"decode, {ctas} CTAs"] = case.decode(host, ctas)
+    ways["copy engine out, the same bytes"] = partial(host.copy_, case.cold, non_blocking=True)
+    loop(None)
+    rows: list[Row] = []
+    for way, run in ways.items():
+        one = common.summary(common.gpu_times(run, repeats=3, cold=False, graph=False))["us"]
+        alone, beside = [], []
+        for _ in range(5):  # alternating, as clocks drift
+            alone.append(loop(None)[0])
+            beside.append(loop(run, int(2 * alone[-1] / one) + 2))
+        slower = common.summary(
+            [with_it / without for (with_it, *_), without in zip(beside, alone, strict=True)]
+        )
+        moved, spent = sum(n for _, n, _ in beside) * nbytes, sum(us for *_, us in beside)
+        rows.append(
+            {
+                "case": f"{products} products of {size}^3 beside {way}",
+                **common.summary([us for us, *_ in beside]),
+                "alone_us": common.summary(alone)["us"],
+                "slowdown": slower["us"],
+                "slowdown_p10": slower["us_p10"],
+                "slowdown_p90": slower["us_p90"],
+                "gb_per_s": moved / spent / 1e3 if spent else 0.0,
+                "gb_per_s_alone": nbytes / one / 1e3,
+            }
+        )
+    return rows
+
+
+def peer_rows(nbytes: int = common.GIB // 4, device: str = "cuda") -> list[Row]:
+    """Rows of 128 BF16 elements to NVFP4 and back, beside the same bytes by PyTorch, eager and compiled. Plain
+    calls: the PyTorch code makes a tensor of a number, which a graph cannot hold."""
+    x = torch.randn(nbytes // 256, 128, device=device).bfloat16()
+    data, scales, lossless = kvc.nvfp4_quantize(x)
+    restored = kvc.nvfp4_dequantize(data, scales, lossless, BF16)
+
+    def round_trip(x: torch.Tensor) -> torch.Tensor:
+        return reference.nvfp4_dequantize(*reference.nvfp4_quantize(x), BF16)
+
+    def ours(x: torch.Tensor) -> torch.Tensor:
+        return kvc.nvfp4_dequantize(*kvc.nvfp4_quantize(x), BF16)
+
+    moved = 2 * (nbytes + data.numel() + scales.numel())
+    ways = {"kvc": ours, "PyTorch": round_trip, "PyTorch, torch.compile": torch.compile(round_trip)}
+    rows: list[Row] = []
+    for way, run in ways.items():
+        fields = {"case": f"quantize and dequantize rows: {way}"}
+        try:
+            exact = torch.equal(run(x), restored)
+            call = partial(run, x)
+            times = (
+                common.gpu_times(call, repeats=10, graph=False)
+                if x.is_cuda
+                else common.host_times(call, 3, 1)
+            )
+        except RuntimeError as error:
+            rows.append({**fields, "refuses": str(error).split("\n", 1)[0]})
+            continue
+        extra = {"exact": exact}
+        rows.append({**fields, **common.rate(moved, times), **extra})
+    return rows
+
+
+def host_rows() -> list[Row]:
     case = Case(qwen(BF16), hot_bytes=64 << 20)
     arguments = (case.cold, case.pools, case.pairs[:1].contiguous(), case.layout.table, case.layout.scales)
     default = torch.ops.kvc.encode_pages_.default
@@ -235,7 +377,7 @@ def host_rows() -> list[dict[str, Any]]:
     ]
 
 
-def cpu_rows() -> list[dict[str, Any]]:
+def cpu_rows() -> list[Row]:
     threads = torch.get_num_threads()
     rows = []
     for count in sorted({1, threads}):
@@ -250,10 +392,13 @@ def cpu_rows() -> list[dict[str, Any]]:
     return rows
 
 
-def show(rows: list[dict[str, Any]]) -> None:
+def show(rows: list[Row]) -> None:
     table = Table("case", "us", "GB/s", "share / ratio", "bar", "copy engine")
     for r in rows:
-        share = r.get("share", r.get("ratio"))
+        if "refuses" in r:
+            table.add_row(r["case"], r["refuses"])
+            continue
+        share = r.get("share", r.get("ratio", r.get("slowdown")))
         table.add_row(
             r["case"],
             f"{r['us']:.1f}",
@@ -265,27 +410,31 @@ def show(rows: list[dict[str, Any]]) -> None:
     Console(width=130).print(table)
 
 
+PARTS = "hbm,pinned,single,transfers,beside,peers,host,cpu"
+
+
+def all_parts(only: str = "") -> common.Parts:
+    return {
+        "hbm": lambda: hbm_rows(common.copy_rate(), only),
+        "pinned": lambda: pinned_rows(common.plain(), only),
+        "single": lambda: single_page_rows(common.plain()),
+        "transfers": transfer_rows,
+        "beside": beside_rows,
+        "peers": peer_rows,
+        "host": host_rows,
+        "cpu": cpu_rows,
+    }
+
+
 def main(
     json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
     only: Annotated[
         str, typer.Option(help="Run only the HBM and pinned cases whose name contains this.")
     ] = "",
-    parts: Annotated[
-        str, typer.Option(help="Comma-separated: hbm, pinned, single, host, cpu.")
-    ] = "hbm,pinned,single,host,cpu",
+    parts: Annotated[str, typer.Option(help="Comma-separated, of those of the default.")] = PARTS,
 ) -> None:
     """Measure the cold-page codec on the GPU of this machine."""
-    chosen = parts.split(",")
-    rows: list[dict[str, Any]] = []
-    if torch.cuda.is_available():
-        copy = common.copy_ceiling()
-        rows.append(row("ceiling: device copy, read + write", copy, copy["gb_per_s"]))
-        plain = common.Plain()
-        rows += hbm_rows(copy["gb_per_s"], only) if "hbm" in chosen else []
-        rows += pinned_rows(plain, only) if "pinned" in chosen else []
-        rows += single_page_rows(plain) if "single" in chosen else []
-        rows += host_rows() if "host" in chosen else []
-    rows += cpu_rows() if "cpu" in chosen else []
+    rows = common.measure(all_parts(only), parts.split(","))
     show(rows)
     if json is not None:
         common.write(json, {"benchmark": "nvfp4", "rows": rows})

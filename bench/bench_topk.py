@@ -7,7 +7,7 @@ bench/bench_topk.py`` guards the CPU ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,9 +23,9 @@ from rich.table import Table
 from torch import Tensor
 
 from bench import common
+from bench.common import Row
 from bench.peers_topk import Peers
 
-Row = dict[str, Any]
 Run = Callable[[], Tensor]
 CONTRACT = ("flashinfer deterministic", "cub + index sort", "stable sort")  # peers that return what kvc does
 
@@ -207,32 +207,48 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+PARTS = "gpu,host,cpu"
+ROWS, COLUMNS, KS = "32,256,512", "2304,4096,16384,65536,262144", "512,2048,8192"
+
+
+SCORES, LENGTHS = "normal,plateau", "full,ragged"
+
+
+def grid(
+    rows: str = ROWS, columns: str = COLUMNS, ks: str = KS, scores: str = SCORES, lengths: str = LENGTHS
+) -> Iterator[Case]:
+    for n in numbers(columns):
+        for r in numbers(rows):
+            for k in numbers(ks):
+                for s in scores.split(","):
+                    yield from (Case(r, n, k, s, length) for length in lengths.split(",") if k < n)
+
+
+def all_parts(
+    peers: Path | None = None, cases: Iterable[Case] | None = None, settle: bool = True
+) -> common.Parts:
+    found = Peers(peers) if peers else None
+    return {
+        "gpu": lambda: gpu_rows(grid() if cases is None else cases, found, settle),
+        "host": host_rows,
+        "cpu": cpu_rows,
+    }
+
+
 def main(
     json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
     peers: Annotated[Path | None, typer.Option(help="A folder that peers_topk.py filled.")] = None,
-    rows: Annotated[str, typer.Option(help="Comma-separated, as the next ones.")] = "32,256,512",
-    columns: Annotated[str, typer.Option()] = "2304,4096,16384,65536,262144",
-    ks: Annotated[str, typer.Option()] = "512,2048,8192",
-    scores: Annotated[str, typer.Option(help="Of normal, plateau.")] = "normal,plateau",
-    lengths: Annotated[str, typer.Option(help="Of full, ragged.")] = "full,ragged",
+    rows: Annotated[str, typer.Option(help="Comma-separated, as the next ones.")] = ROWS,
+    columns: Annotated[str, typer.Option()] = COLUMNS,
+    ks: Annotated[str, typer.Option()] = KS,
+    scores: Annotated[str, typer.Option(help="Of normal, plateau.")] = SCORES,
+    lengths: Annotated[str, typer.Option(help="Of full, ragged.")] = LENGTHS,
     settle: Annotated[bool, typer.Option(help="Measure settle_ties too.")] = True,
-    parts: Annotated[str, typer.Option(help="Comma-separated: gpu, host, cpu.")] = "gpu,host,cpu",
+    parts: Annotated[str, typer.Option(help="Comma-separated: gpu, host, cpu.")] = PARTS,
 ) -> None:
     """Measure top-k selection on this machine."""
-    chosen, found = parts.split(","), list[Row]()
-    if torch.cuda.is_available():
-        cases = (
-            Case(r, n, k, s, length)
-            for n in numbers(columns)
-            for r in numbers(rows)
-            for k in numbers(ks)
-            for s in scores.split(",")
-            for length in lengths.split(",")
-            if k < n
-        )
-        found += gpu_rows(cases, Peers(peers) if peers else None, settle) if "gpu" in chosen else []
-        found += host_rows() if "host" in chosen else []
-    found += cpu_rows() if "cpu" in chosen else []
+    cases = grid(rows, columns, ks, scores, lengths)
+    found = common.measure(all_parts(peers, cases, settle), parts.split(","))
     show(found)
     if json is not None:
         common.write(json, {"benchmark": "topk", "rows": found})

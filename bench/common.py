@@ -2,21 +2,49 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
+from functools import cache, partial
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
 from typing import Any
 
 import torch
+from rich.console import Console
 
 GIB = 1 << 30
 Times = list[float]
+Row = dict[str, Any]
+Parts = Mapping[str, Callable[[], list[Row]]]  # what a family can measure, by name
+CPU_PARTS = ("cpu",)  # those that need no GPU
+
+
+def measure(parts: Parts, chosen: Iterable[str]) -> list[Row]:
+    """Rows of the chosen parts behind their ceiling; without a GPU, of those that need none."""
+    gpu = torch.cuda.is_available()
+    rows = [ceiling_row()] if gpu else []
+    for name in chosen:
+        if name not in parts:
+            raise SystemExit(f"no part is called {name}: there are {', '.join(parts)}")
+        if gpu or name in CPU_PARTS:
+            rows += parts[name]()
+            free()
+        else:
+            Console(stderr=True).print(f"{name}: left out, it needs a GPU")
+    return rows
+
+
+def free() -> None:
+    """Give back what the last case held."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def flush_l2() -> Callable[[], None]:
@@ -91,6 +119,10 @@ def rate(moved: float, times: Sequence[float]) -> dict[str, float]:
     return result | {"bytes": moved, "gb_per_s": moved / result["us"] / 1e3}
 
 
+def row(name: str, result: dict[str, float], ceiling: float, bar: float | None = None, **extra: Any) -> Row:
+    return {"case": name, **result, "share": result["gb_per_s"] / ceiling, "bar": bar, **extra}
+
+
 def sm_clock_mhz() -> int | None:
     """The multiprocessors' clock at this moment."""
     query = ["nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits", "--id=0"]
@@ -100,6 +132,7 @@ def sm_clock_mhz() -> int | None:
         return None
 
 
+@cache
 def copy_ceiling(nbytes: int = 4 * GIB) -> dict[str, float]:
     """A large device-to-device copy, counting bytes read and bytes written: torch's kernel or the driver's."""
     source = torch.randn(nbytes // 4, device="cuda")
@@ -107,6 +140,36 @@ def copy_ceiling(nbytes: int = 4 * GIB) -> dict[str, float]:
     ways = [gpu_times(lambda: target.copy_(source), repeats=15, graph=graph) for graph in (False, True)]
     ways.append(gpu_times(lambda: torch.add(source, 1.0, out=target), repeats=15))
     return max((rate(2 * nbytes, times) for times in ways), key=lambda r: r["gb_per_s"])
+
+
+def copy_rate() -> float:
+    """GB/s of the copy ceiling, measured once a process."""
+    return copy_ceiling()["gb_per_s"]
+
+
+def ceiling_row() -> Row:
+    return row("ceiling: device copy, read + write", copy_ceiling(), copy_rate())
+
+
+def link_rows(nbytes: int = GIB) -> list[Row]:
+    """The link to pinned host memory: the copy engine, and plain kernels with the best number of blocks."""
+    device = torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+    host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    sink, kernels = torch.empty(16, dtype=torch.uint8, device="cuda"), plain()
+    ways: dict[str, list[Callable[[], Any]]] = {
+        "copy engine out": [partial(host.copy_, device, non_blocking=True)],
+        "copy engine in": [partial(device.copy_, host, non_blocking=True)],
+        "plain stores to pinned memory": [partial(kernels.store, host, n, nbytes) for n in (4, 8, 16, 32)],
+        "plain loads from pinned memory": [
+            partial(kernels.load, host, sink, n, nbytes) for n in (8, 16, 32, 64)
+        ],
+    }
+    rows = []
+    for name, runs in ways.items():
+        rates = [rate(nbytes, gpu_times(run, repeats=5)) for run in runs]
+        best = max(rates, key=lambda r: r["gb_per_s"])
+        rows.append(row(f"ceiling: {name}", best, best["gb_per_s"]))
+    return rows
 
 
 def environment() -> dict[str, Any]:
@@ -120,10 +183,12 @@ def environment() -> dict[str, Any]:
         except (OSError, subprocess.CalledProcessError):
             return None
 
+    named = os.environ.get("KVC_COMMIT")
     facts: dict[str, Any] = {
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": os.environ.get("KVC_COMMIT") or command("git", "rev-parse", "--short", "HEAD"),
-        "dirty": bool(command("git", "status", "--porcelain", "--untracked-files=no")),
+        # An archive of a commit knows its name from KVC_COMMIT alone.
+        "commit": named or command("git", "rev-parse", "--short", "HEAD"),
+        "dirty": not named and bool(command("git", "status", "--porcelain", "--untracked-files=no")),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
@@ -183,5 +248,19 @@ class Plain:
     def load(self, source: torch.Tensor, sink: torch.Tensor, blocks: int, nbytes: int) -> None:
         self._call("plain_load", source, sink, blocks=blocks, nbytes=nbytes)
 
+    def batch(self, source: torch.Tensor, rows: torch.Tensor, to: torch.Tensor) -> None:
+        """Row ``rows[i]`` of one tensor to row i of another by `cudaMemcpyBatchAsync`, on no default stream."""
+        stream = self._pointer(torch.cuda.current_stream().cuda_stream)
+        pointers = [self._pointer(t.data_ptr()) for t in (source, rows, to)]
+        sizes = self._long(source.stride(0) * source.itemsize), self._long(len(rows))
+        status = self._library.plain_batch(*pointers, *sizes, stream)
+        if status != 0:
+            raise RuntimeError(f"cudaMemcpyBatchAsync refuses: CUDA error {status}")
+
     def copy(self, source: torch.Tensor, to: torch.Tensor, blocks: int, nbytes: int) -> None:
         self._call("plain_copy", source, to, blocks=blocks, nbytes=nbytes)
+
+
+@cache
+def plain() -> Plain:
+    return Plain()

@@ -1,6 +1,7 @@
 // The plainest kernels that move bytes 16 at a time: what kvc's kernels are held against.
 #include <cuda_runtime.h>
 #include <cstdint>
+#include <vector>
 
 namespace {
 
@@ -41,6 +42,25 @@ void plain_store(void* to, int64_t bytes, int blocks, cudaStream_t stream) {
 void plain_load(const void* from, void* sink, int64_t bytes, int blocks, cudaStream_t stream) {
   load_kernel<false>
       <<<blocks, 256, 0, stream>>>(static_cast<const uint4*>(from), static_cast<uint4*>(sink), bytes / 16);
+}
+
+// `pages` copies of `bytes` in one call: from row from_rows[i] of `from` to row i of `to`. On no default stream.
+int plain_batch(const void* from, const int64_t* from_rows, void* to, int64_t bytes, int64_t pages,
+                cudaStream_t stream) {
+#if CUDART_VERSION >= 13000
+  std::vector<const void*> sources(pages), targets(pages);
+  const std::vector<size_t> sizes(pages, bytes);
+  for (int64_t i = 0; i < pages; ++i) {
+    sources[i] = static_cast<const char*>(from) + from_rows[i] * bytes;
+    targets[i] = static_cast<char*>(to) + i * bytes;
+  }
+  cudaMemcpyAttributes attributes = {};
+  attributes.srcAccessOrder = cudaMemcpySrcAccessOrderStream;
+  size_t first = 0;
+  return cudaMemcpyBatchAsync(targets.data(), sources.data(), sizes.data(), pages, &attributes, &first, 1, stream);
+#else
+  return cudaErrorNotSupported;
+#endif
 }
 
 void plain_copy(const void* from, void* to, int64_t bytes, int blocks, cudaStream_t stream) {

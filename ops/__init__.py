@@ -18,6 +18,7 @@ try:
         nvfp4_quantize,
     )
     from .topk import radix_topk, settle_ties
+    from .triattention import mean_phase, triattention_score
 except (ImportError, OSError) as _error:  # OSError: torch without the libraries it loads itself
     # `python -m kvc.collect_env` must run without torch and the libraries; all else says why it cannot.
     _reason = _error
@@ -37,6 +38,7 @@ __all__ = [
     "compact_pages_",
     "decode_pages_",
     "encode_pages_",
+    "mean_phase",
     "nvfp4_dequantize",
     "nvfp4_quantize",
     "pack_fill_moves",
@@ -44,4 +46,5 @@ __all__ = [
     "radix_topk",
     "set_debug",
     "settle_ties",
+    "triattention_score",
 ]

@@ -198,6 +198,53 @@ def _(
 
 _define(f"settle_ties.out({_SETTLE_TIES}, *, Tensor(a!) out) -> ()")(_no_result)
 
+_MEAN_PHASE = "Tensor positions, Tensor omega, Tensor offsets"
+
+
+@_define(f"mean_phase({_MEAN_PHASE}) -> (Tensor cos, Tensor sin)")
+def _(
+    positions: torch.Tensor, omega: torch.Tensor, offsets: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (positions.shape[0], omega.shape[0])
+    return omega.new_empty(shape), omega.new_empty(shape)
+
+
+_define(f"mean_phase.out({_MEAN_PHASE}, *, Tensor(a!) cos, Tensor(b!) sin) -> ()")(_no_result)
+
+_TRIATTENTION_SCORE = (
+    "Tensor[] key_pools, Tensor page_table, Tensor prompt_lengths, Tensor source_lengths, Tensor mean_cos,"
+    " Tensor mean_sin, Tensor q_mean_real, Tensor q_mean_imag, Tensor q_norm_excess, Tensor freq_scale_sq, str mode,"
+    " bool normalize, SymInt width"
+)
+
+
+@_define(f"triattention_score({_TRIATTENTION_SCORE}) -> Tensor")
+def _(
+    key_pools: list[torch.Tensor],
+    page_table: torch.Tensor,
+    prompt_lengths: torch.Tensor,
+    source_lengths: torch.Tensor,
+    mean_cos: torch.Tensor,
+    mean_sin: torch.Tensor,
+    q_mean_real: torch.Tensor,
+    q_mean_imag: torch.Tensor,
+    q_norm_excess: torch.Tensor,
+    freq_scale_sq: torch.Tensor,
+    mode: str,
+    normalize: bool,
+    width: int,
+) -> torch.Tensor:
+    heads = key_pools[0].shape[1]
+    rows = {"union": 1, "per_head": heads, "per_layer_perhead": len(key_pools) * heads}
+    if mode not in rows:
+        raise ValueError(
+            f"{NAMESPACE}.triattention_score: mode must be union, per_head or per_layer_perhead, got {mode}"
+        )
+    return mean_cos.new_empty((page_table.shape[0], rows[mode], width))
+
+
+_define(f"triattention_score.out({_TRIATTENTION_SCORE}, *, Tensor(a!) out) -> ()")(_no_result)
+
 from . import _C  # noqa: E402  (the implementations need the schemas)
 
 _libraries = [_C]
@@ -210,6 +257,23 @@ if torch.version.cuda is not None:
         _libraries.append(_C_cuda)
 
 ops = getattr(torch.ops, NAMESPACE)
+
+
+@ops.triattention_score.out.py_functionalize_impl
+def _(context: Any, *args: Any, out: torch.Tensor) -> None:
+    """The functional op and a copy. torch's own way passes keywords and trips over one of the name `mode`."""
+    arguments, target = context.unwrap_tensors(args), context.unwrap_tensors(out)
+    with context.redispatch_to_next():
+        result = ops.triattention_score.default(*arguments)
+        if result.shape != target.shape or target.dtype != result.dtype:
+            raise ValueError(
+                f"{NAMESPACE}.triattention_score: out must be {result.dtype} {list(result.shape)},"
+                f" got {target.dtype} {list(target.shape)}"
+            )
+        result = torch.ops.aten.copy.default(target, result)
+    context.replace(out, result)
+    context.commit_update(out)
+    context.sync(out)
 
 
 _SCHEMA_MISMATCH = re.compile(

@@ -20,6 +20,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parent
 LIBRARIES = ("_C", "_C_cuda")
+CODEC_LIBRARIES = ("libkvc_codec", "libkvc_codec_cuda")
 PACKAGES = ("triton", "numpy", "transformers")
 ENVIRONMENT = re.compile(
     r"KVC_\w+|CUDA_(HOME|PATH|VISIBLE_DEVICES)|MAX_JOBS|CXX|TRITON_\w+|OMP_\w+|LD_LIBRARY_PATH"
@@ -128,6 +129,11 @@ def report() -> Iterator[tuple[str, str]]:
     yield "import kvc", guarded(kvc_import)
     for name in LIBRARIES:
         yield f"kvc.{name}", guarded(partial(library, name))
+    yield "kvc._codec", guarded(partial(library, "_codec"))
+    yield (
+        "C++ codec",
+        ", ".join(n for n in CODEC_LIBRARIES if (PACKAGE / "lib" / f"{n}.so").is_file()) or "not built",
+    )
     yield "built for", guarded(built_architectures)
     yield "python", f"{platform.python_version()} ({sys.executable})"
     yield "system", guarded(platform.platform)

@@ -30,10 +30,14 @@ for step in $steps; do
         run "topk_$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
           --kernel-regex kns=select --kernel-regex kns=settle_ python3 -m pytest tests/test_topk.py -q -m cuda \
           -p no:cacheprovider -k "by_hand or test_last_place or test_edges or test_unaligned or test_short_between or stay_inside"
+        run "triattention_$tool" compute-sanitizer --tool "$tool" --error-exitcode 9 \
+          --kernel-regex kns=prepare_kernel --kernel-regex kns=score_kernel --kernel-regex kns=moments_kernel \
+          --kernel-regex kns=stage_kernel --kernel-regex kns=cutlass --kernel-regex kns=mean_kernel \
+          --kernel-regex kns=reduce_kernel --kernel-regex kns=mean_phase_kernel \
+          python3 -m pytest tests/test_triattention.py -q -m cuda -p no:cacheprovider \
+          -k "test_ragged or test_pages or test_far_lengths or test_no_pages or by_hand or test_requests or test_offsets"
       done ;;
-    bench) lines=90 run bench_nvfp4 python3 -m bench.bench_nvfp4 --json "$results/nvfp4.json"
-      lines=70 run bench_compaction python3 -m bench.bench_compaction --json "$results/compaction.json"
-      lines=180 run bench_topk python3 -m bench.bench_topk ${KVC_PEERS:+--peers "$KVC_PEERS"} --json "$results/topk.json" ;;
+    bench) lines=500 run bench python3 -m bench ${KVC_PEERS:+--peers "$KVC_PEERS"} --json "$results/bench.json" ;;
     *) echo "unknown step $step"; exit 2 ;;
   esac
 done

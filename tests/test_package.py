@@ -108,7 +108,18 @@ def test_version_has_one_source() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["py.typed", "_C.pyi", "_C_cuda.pyi", "include/kvc/nvfp4.h", "include/kvc/pages.h"]
+    "name",
+    [
+        "py.typed",
+        "_C.pyi",
+        "_C_cuda.pyi",
+        "_codec.pyi",
+        "include/kvc/cold_page_codec.h",
+        "include/kvc/nvfp4.h",
+        "include/kvc/pages.h",
+        "lib/libkvc_codec.so",
+        "methods/__init__.py",
+    ],
 )
 def test_file_is_shipped(name: str) -> None:
     assert (PACKAGE / name).is_file()
@@ -191,10 +202,16 @@ def test_one_file_names_the_namespace() -> None:
     assert naming == {"ops/_ops.py"}
 
 
-def test_readme_example_runs() -> None:
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", (REPOSITORY / "README.md").read_text(), re.MULTILINE | re.DOTALL
-    )
+@pytest.mark.parametrize("page", ["README.md", "docs/topk.md", "docs/triattention.md"])
+def test_examples_of_page_run(page: str) -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), {})
+        exec(compile(block, page, "exec"), {})
+
+
+def test_documentation_builds(tmp_path: Path) -> None:
+    """Warnings are errors; from the checkout alone, so in an interpreter of its own."""
+    pytest.importorskip("sphinx")
+    python("-m", "sphinx", "-W", "-q", str(REPOSITORY / "docs"), str(tmp_path), folder=tmp_path)
+    assert "radix_topk" in (tmp_path / "topk.html").read_text()

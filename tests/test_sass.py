@@ -14,7 +14,8 @@ from kvc import collect_env
 
 LIBRARY = collect_env.library_file("_C_cuda")
 ARCHITECTURES = collect_env.built_architectures().split(", ") if LIBRARY else []
-FAMILIES = ("nvfp4", "compaction")  # the .cu files that every architecture must have an image of
+# The .cu files that every architecture must have an image of.
+FAMILIES = ("nvfp4", "compaction", "triattention")
 CONVERSION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(F2FP\.\S*E2M1\S*)", re.MULTILINE)
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="kvc was built without CUDA")

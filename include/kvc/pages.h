@@ -151,6 +151,7 @@ struct TileLimits {
   uint32_t hot_bytes = 4096;
   uint32_t slots = 256;  // output slots; a residual group takes two
   uint32_t copied_bytes = 4096;
+  uint32_t residual_bytes = 4096;  // hot bytes where groups take two slots
 };
 
 // A homogeneous run of work inside one page. Strides are between consecutive page slots.
@@ -246,7 +247,8 @@ inline int64_t number_tiles(std::vector<Segment>* segments, TileLimits limits = 
   int64_t tiles = 0;
   for (Segment& s : *segments) {
     if (s.kind == SegmentKind::kQuantize) {
-      const uint32_t groups = limits.hot_bytes / (nvfp4::kGroupSize * static_cast<uint32_t>(itemsize(s.dtype)));
+      const uint32_t hot_bytes = s.residual_groups != 0 ? limits.residual_bytes : limits.hot_bytes;
+      const uint32_t groups = hot_bytes / (nvfp4::kGroupSize * static_cast<uint32_t>(itemsize(s.dtype)));
       const uint32_t slots = s.residual_groups != 0 ? limits.slots / 2 : limits.slots;
       s.units_per_tile = std::min(groups, slots);
       // Whole rows, if one fits: then a tile's residual groups can be counted off without looking for them.
@@ -299,6 +301,11 @@ KVC_HOST_DEVICE TileGroup residual_group(const Segment& s, uint32_t i) {
   const uint32_t row = s.residual_per_row.divide(i);
   const uint32_t group = row * s.units_per_row.divisor + s.residual_first + (i - row * s.residual_groups);
   return {group, group + i};
+}
+
+// Whether the hot bytes of a row lie in one piece: lossless parts before and behind the quantized range do not.
+KVC_HOST_DEVICE bool has_one_part(const Segment& s) {
+  return s.before_units == 0 || s.before_units == s.units_per_row.divisor;
 }
 
 KVC_HOST_DEVICE bool is_residual(const Segment& s, uint32_t column) {

@@ -7,6 +7,7 @@
 
 #include "common/checks.h"
 #include "kvc/pages.h"
+#include "nvfp4/launch.h"
 
 namespace kvc::nvfp4 {
 
@@ -30,17 +31,6 @@ inline float checked_global_scale(const Context& ctx, double scale) {
     ctx.value_error("global_scale", "in [2^-100, 2^100]", scale);
   return rounded;
 }
-
-// Work of one call: `pages` times the segments of a page, not yet cut into tiles. A missing pair list means slot i to
-// slot i.
-struct PageWork {
-  std::vector<Segment> segments;
-  int64_t pages = 0;
-  const int32_t* pairs = nullptr;  // (dst, src)
-  int64_t pair_stride[2] = {2, 1};
-  int64_t hot_slots = 0;
-  int64_t cold_slots = 0;
-};
 
 inline std::vector<BufferSpec> read_table(const Context& ctx, const Tensor& table, const Tensor& scales) {
   ctx.cpu(table, "table");
@@ -177,14 +167,12 @@ inline void check_pairs(const Context& ctx, const PageWork& work, bool encode) {
   if (repeated >= 0) ctx.value_error(where, "a destination named once", "slot " + std::to_string(repeated) + " again");
 }
 
-// What a table says, worked out: segments whose pointers are still offsets into a pool or a cold page.
+// What a table says, worked out.
 struct Layout {
   std::vector<int64_t> table;
   std::vector<float> scales;
-  int64_t cold_page_bytes = 0;
-  std::vector<Segment> segments;
-  std::vector<int64_t> segment_pools;
   std::vector<BufferSpec> buffers;
+  PagePlan plan;
 };
 
 // Engines hand over the same table call after call: each thread keeps the last one worked out.
@@ -201,21 +189,11 @@ inline const Layout& read_layout(const Context& ctx, const Tensor& table, const 
     return last;
   Layout layout;
   layout.buffers = read_table(ctx, table, scales);
-  std::vector<ColdPlacement> placements;
-  layout.cold_page_bytes = place(layout.buffers, &placements);
   int64_t chunks = 0;
-  for (size_t i = 0; i < layout.buffers.size(); ++i) {
-    const BufferSpec& b = layout.buffers[i];
+  for (const BufferSpec& b : layout.buffers)
     if ((chunks += b.hot_bytes() / 16) >= kMaxGroups)
       ctx.value_error("table", "a hot page below 2^35 bytes", chunks * 16);
-    const ColdPlacement& p = placements[i];
-    const auto offset = [](int64_t bytes) { return reinterpret_cast<uint8_t*>(bytes); };
-    append_segments(b, offset(b.offset), 0, b.row_bytes(),
-                    {offset(p.data), 0, offset(p.scales), 0, offset(p.lossless), 0}, &layout.segments);
-    layout.segments.back().padding = offset(p.padding);
-    layout.segments.back().padding_bytes = static_cast<uint8_t>(p.padding_bytes);
-    layout.segment_pools.resize(layout.segments.size(), b.pool);
-  }
+  layout.plan = plan_pages(layout.buffers);
   if (table.is_contiguous() && scales.is_contiguous()) {
     const auto* t = static_cast<const int64_t*>(table.data_ptr());
     const auto* g = static_cast<const float*>(scales.data_ptr());
@@ -254,12 +232,13 @@ inline PageWork read_pages(const Context& ctx, const Tensor& cold, uint8_t* cold
   ctx.shape(pairs.dim() == 2 && pairs.size(1) == 2, "pairs", "int32 [n, 2]", pairs);
 
   const Layout& layout = read_layout(ctx, table, scales);
-  if (cold.size(1) != layout.cold_page_bytes)
-    ctx.value_error("cold", std::to_string(layout.cold_page_bytes) + " bytes a row, as the table says", cold.size(1));
+  if (cold.size(1) != layout.plan.cold_page_bytes)
+    ctx.value_error("cold", std::to_string(layout.plan.cold_page_bytes) + " bytes a row, as the table says",
+                    cold.size(1));
   const int64_t cold_stride = cold.stride(0);
   PageWork work;
   work.cold_slots = cold.size(0);
-  if (work.cold_slots > 1 && cold_stride < layout.cold_page_bytes)
+  if (work.cold_slots > 1 && cold_stride < layout.plan.cold_page_bytes)
     ctx.value_error("cold", "rows that do not overlap", Context::describe_shape(cold));
 
   std::vector<Pool> hot;
@@ -275,18 +254,8 @@ inline PageWork read_pages(const Context& ctx, const Tensor& cold, uint8_t* cold
     check_pool(ctx, b, pool);
     work.hot_slots = std::min(work.hot_slots, pool.slots);
   }
-  work.segments = layout.segments;
-  for (size_t i = 0; i < work.segments.size(); ++i) {
-    Segment& s = work.segments[i];
-    const Pool& pool = hot[static_cast<size_t>(layout.segment_pools[i])];
-    const auto absolute = [](uint8_t* base, uint8_t* offset) { return base + reinterpret_cast<intptr_t>(offset); };
-    s.hot = absolute(pool.base, s.hot);
-    s.hot_stride = pool.slot_stride;
-    s.data = absolute(cold_base, s.data);
-    s.scales = absolute(cold_base, s.scales);
-    s.padding = absolute(cold_base, s.padding);
-    s.data_stride = s.scales_stride = cold_stride;
-  }
+  work.segments = placed_segments(layout.plan, cold_base, cold_stride,
+                                  [&hot](int64_t pool) -> const Pool& { return hot[static_cast<size_t>(pool)]; });
   work.pages = pairs.size(0);
   work.pairs = static_cast<const int32_t*>(pairs.data_ptr());
   work.pair_stride[0] = pairs.stride(0);

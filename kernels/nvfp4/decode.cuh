@@ -1,7 +1,8 @@
 // Packed data and scales to hot rows.
 //
 // Cold bytes come through registers, a tile ahead of the arithmetic, because asynchronous copies read host memory at
-// four fifths of the speed; from shared memory each lane takes what makes 16 bytes of a hot row.
+// four fifths of the speed; from shared memory each lane takes what makes 16 bytes of a hot row. Pages of 8-bit
+// elements in device memory are decoded straight from the cold page: they are bound by instructions, not by latency.
 #pragma once
 
 #include "nvfp4/tile.cuh"
@@ -70,13 +71,13 @@ __device__ __forceinline__ uint64_t load_nibbles(const uint8_t* data, uint32_t s
   }
 }
 
-template <DType kType>
-__device__ __forceinline__ void decode_tile(const Tile& tile, const uint8_t* data, uint32_t lane) {
+// `data` and `scales` are where the tile's own begin: in shared memory, or the cold page itself.
+template <DType kType, int kAtOnce>
+__device__ __forceinline__ void decode_tile(const Tile& tile, const uint8_t* data, const uint8_t* scales,
+                                            uint32_t lane) {
   constexpr uint32_t kParts = itemsize(kType);  // 16-byte chunks of a hot group
-  constexpr int kAtOnce = 4;
   const Segment& s = tile.segment();
   const Extent e = extent(s, tile.index);
-  const uint8_t* scales = data + kStagedData;
   const float global = s.global.decode;
   const HotTile hot(s, tile.at().hot, e.first);
   const uint32_t groups = e.end - e.first;
@@ -133,6 +134,35 @@ __device__ __forceinline__ void decode_tile(const Tile& tile, const uint8_t* dat
       const uint32_t column = e.first + i - s.units_per_row.divide(e.first + i) * s.units_per_row.divisor;
       if (is_residual(s, column)) put_residual(at, part);
       else any(c, load_nibbles<kType>(data, at.slot, part), scales[at.slot]);
+    }
+  }
+}
+
+// A copied tile, past shared memory where 16 bytes at a time are possible.
+__device__ __forceinline__ void copy_direct(const Tile& tile, const ColdRuns& runs, uint8_t* shared, uint32_t lane) {
+  const HotTile hot(tile.segment(), tile.at().hot, extent(tile.segment(), tile.index).first);
+  const bool aligned = misalignment(runs.data) == 0 && (!hot.linear || misalignment(hot.base) == 0);
+  if (!aligned || runs.data_bytes % 16 != 0) {
+    fetch_run(shared, runs.data, runs.data_bytes, lane);
+    commit_async();
+    wait_async<0>();
+    __syncwarp();
+    copy_tile<false>(tile, shared, lane);
+    __syncwarp();
+    return;
+  }
+  const uint32_t chunks = runs.data_bytes / 16;
+  constexpr uint32_t kAtOnce = 8;
+#pragma unroll 1
+  for (uint32_t base = lane; base < chunks; base += kAtOnce * kWarp) {
+    uint4 v[kAtOnce];
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k)
+      v[k] = reinterpret_cast<const uint4*>(runs.data)[min(base + k * kWarp, chunks - 1)];
+#pragma unroll
+    for (uint32_t k = 0; k < kAtOnce; ++k) {
+      const uint32_t c = base + k * kWarp;
+      if (c < chunks) *reinterpret_cast<uint4*>(hot.linear ? hot.base + c * 16 : hot.scattered(c)) = v[k];
     }
   }
 }

@@ -135,6 +135,64 @@ __device__ __forceinline__ void encode_in_order(const uint8_t* from, uint8_t* da
   }
 }
 
+// Hot bytes pass through a ring in shared memory: while one stage is worked on, the next ones are on their way.
+constexpr uint32_t kStageBytes = 2048;
+constexpr uint32_t kStageChunks = kStageBytes / 16;
+constexpr uint32_t kStages = 4;
+constexpr uint32_t kRingBytes = kStages * kStageBytes;
+
+// Streams the 16-byte chunks of a tile through `ring` and calls work(stage's bytes, number of the stage's first chunk).
+template <typename Work>
+__device__ __forceinline__ void stream_chunks(const HotTile& hot, uint32_t chunks, uint8_t* ring, uint32_t lane,
+                                              Work&& work) {
+  // A lane's chunks lie 32 apart: some whole rows further, and now and then past the end of one more.
+  const int64_t pitch = hot.s.row_pitch;
+  const uint32_t row_chunks = hot.s.units_per_row.divisor << hot.log_chunks;
+  const uint32_t rows = hot.linear ? 0 : kWarp / row_chunks;
+  const uint32_t columns = kWarp - rows * row_chunks;
+  const int64_t step = rows * pitch + columns * 16;
+  const bool wraps = !hot.linear && columns != 0;
+  const uint8_t* next = hot.linear ? hot.base + lane * 16 : hot.scattered(min(lane, chunks - 1));
+  uint32_t column = wraps ? hot.column(lane) : 0;
+  int left = static_cast<int>(chunks - lane);
+  const auto fetch = [&](uint32_t stage) {
+    uint8_t* to = ring + stage * kStageBytes + lane * 16;
+    if (wraps) {
+#pragma unroll 1
+      for (uint32_t i = 0; i < kStageChunks; i += kWarp) {
+        if (left > static_cast<int>(i)) copy_async(to + i * 16, next);
+        next += step;
+        column += columns;
+        if (column >= row_chunks) {
+          column -= row_chunks;
+          next += pitch - row_chunks * int64_t{16};
+        }
+      }
+    } else {
+#pragma unroll
+      for (uint32_t i = 0; i < kStageChunks; i += kWarp) {
+        if (left > static_cast<int>(i)) copy_async(to + i * 16, next);
+        next += step;
+      }
+    }
+    left -= kStageChunks;
+    commit_async();
+  };
+#pragma unroll 1
+  for (uint32_t i = 0; i + 1 < kStages; ++i) fetch(i);
+  uint32_t stage = 0;
+#pragma unroll 1
+  for (uint32_t first = 0; first < chunks; first += kStageChunks) {
+    wait_async<kStages - 2>();
+    __syncwarp();
+    fetch((stage + kStages - 1) % kStages);
+    work(ring + stage * kStageBytes, first);
+    stage = (stage + 1) % kStages;
+  }
+  wait_async<0>();
+  __syncwarp();
+}
+
 template <DType kType, bool kStaged>
 __device__ __forceinline__ void encode_tile(const Tile& tile, const uint8_t* input, uint8_t* staged, uint32_t lane) {
   using Hot = HotGroup<kType>;
@@ -185,6 +243,57 @@ __device__ __forceinline__ void encode_tile(const Tile& tile, const uint8_t* inp
   __syncwarp();
   store_run(cold_data, data, (e.end_slot - e.first_slot) * kGroupBytes, lane);
   store_run(cold_scales, scales, e.end_slot - e.first_slot, lane);
+}
+
+// A tile in device memory on both sides.
+template <DType kType>
+__device__ __forceinline__ void encode_streamed(const Tile& tile, uint8_t* ring, uint32_t lane) {
+  using Hot = HotGroup<kType>;
+  constexpr uint32_t kGroups = kStageBytes / Hot::kBytes;
+  const Segment& s = tile.segment();
+  const Extent e = extent(s, tile.index);
+  const HotTile hot(s, tile.at().hot, e.first);
+  uint8_t* data = tile.at().data + int64_t{e.first + lane} * kGroupBytes;
+  uint8_t* scales = tile.at().scales + e.first + lane;
+  const GlobalScale global = s.global;
+  const auto stream = [&](auto&& encode) {
+    int left = static_cast<int>(e.end - e.first - lane);
+    stream_chunks(hot, (e.end - e.first) * (Hot::kBytes / 16), ring, lane, [&](const uint8_t* from, uint32_t) {
+#pragma unroll
+      for (uint32_t k = 0; k < kGroups / kWarp; ++k) {
+        if (left > 0) put_group(data, scales, 0, encode(from + (k * kWarp + lane) * Hot::kBytes));
+        left -= static_cast<int>(kWarp);
+        data += kWarp * kGroupBytes;
+        scales += kWarp;
+      }
+    });
+  };
+  if (Hot::kPacked && global.decode == 1.0f)
+    stream([&](const uint8_t* from) { return Hot::encode_one(from, true, global); });
+  else stream([&](const uint8_t* from) { return Hot::encode_one(from, false, global); });
+}
+
+__device__ __forceinline__ void copy_streamed(const Tile& tile, uint8_t* ring, uint32_t lane) {
+  const Segment& s = tile.segment();
+  const Extent e = extent(s, tile.index);
+  const HotTile hot(s, tile.at().hot, e.first);
+  const uint32_t bytes = copied_bytes(s, e);
+  uint8_t* to = tile.at().data + int64_t{e.first} * 16;
+  if (misalignment(to) != 0 || bytes % 16 != 0 || (hot.linear && misalignment(hot.base) != 0) || !has_one_part(s)) {
+    fetch_hot(tile, ring, lane);
+    commit_async();
+    wait_async<0>();
+    __syncwarp();
+    copy_tile<true>(tile, ring, lane);
+    __syncwarp();
+    return;
+  }
+  stream_chunks(hot, bytes / 16, ring, lane, [&](const uint8_t* from, uint32_t first) {
+#pragma unroll
+    for (uint32_t i = 0; i < kStageChunks; i += kWarp)
+      if (first + i + lane < bytes / 16)
+        reinterpret_cast<uint4*>(to)[first + i + lane] = reinterpret_cast<const uint4*>(from)[i + lane];
+  });
 }
 
 }  // namespace kvc::nvfp4

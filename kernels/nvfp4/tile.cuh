@@ -82,6 +82,12 @@ struct HotTile {
         groups ? s.row_pitch == int64_t{s.units_per_row.divisor} << (4 + log_chunks) : s.kind == SegmentKind::kBytes;
     if (linear) base += int64_t{first} << (4 + log_chunks);
   }
+  // The chunk's position within its row.
+  __device__ __forceinline__ uint32_t column(uint32_t chunk) const {
+    const uint32_t unit = first + (chunk >> log_chunks);
+    const uint32_t in_row = unit - s.units_per_row.divide(unit) * s.units_per_row.divisor;
+    return (in_row << log_chunks) + (chunk & ((1u << log_chunks) - 1u));
+  }
   __device__ __forceinline__ uint8_t* scattered(uint32_t chunk) const {
     const uint32_t in_unit = chunk & ((1u << log_chunks) - 1u);
     return base + hot_offset(s, first + (chunk >> log_chunks), 16u << log_chunks) + in_unit * 16;

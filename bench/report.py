@@ -1,0 +1,348 @@
+"""What results look like: tables between the markers of a page, and plots of time against size."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench.common import Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# Okabe and Ito's colours, which people with any colour vision can tell apart; markers differ too.
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+MARKERS = "osD^vP"
+Lines = list[str]
+
+
+@dataclass
+class Run:
+    rows: list[Row]
+    environment: dict[str, Any]
+
+    @property
+    def place(self) -> str:
+        facts = self.environment
+        where = f"{facts['gpu']}, driver {facts['driver']}" if "gpu" in facts else "CPU"
+        dirty = " with changes" if facts.get("dirty") else ""
+        cuda = f", CUDA {facts['cuda']}" if facts.get("cuda") else ""
+        return f"{where}, torch {facts['torch']}{cuda}, kvc {facts['commit']}{dirty}, {facts['when'][:10]}"
+
+    def find(self, case: str) -> Row | None:
+        return next((row for row in self.rows if row["case"] == case), None)
+
+    def starting(self, prefix: str) -> Iterator[tuple[str, Row]]:
+        for row in self.rows:
+            if row["case"].startswith(prefix):
+                yield row["case"].removeprefix(prefix), row
+
+
+Runs = dict[str, Run]
+
+
+def load(paths: Sequence[Path]) -> Runs:
+    """Families by name, from files of one family or of all."""
+    runs: Runs = {}
+    for path in paths:
+        content = json.loads(path.read_text())
+        if "environment" not in content or not content.keys() & {"rows", "families"}:
+            raise SystemExit(f"{path} must be written by a benchmark, got other keys: {', '.join(content)}")
+        families = content.get("families") or {content["benchmark"]: content["rows"]}
+        runs |= {name: Run(rows, content["environment"]) for name, rows in families.items()}
+    return runs
+
+
+def rate(gb_per_s: float) -> str:
+    return f"{gb_per_s / 1e3:.2f} TB/s" if gb_per_s >= 1000 else f"{gb_per_s:.1f} GB/s"
+
+
+def of_ceiling(row: Row | None) -> str:
+    return f"{rate(row['gb_per_s'])}, {row['share']:.1%}" if row else "-"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
+    """A table; columns that are all numbers stand to the right."""
+
+    def numeric(column: int) -> bool:
+        return all(re.fullmatch(r"[\d,.]+x?|-", row[column]) for row in rows)
+
+    rule = ["---:" if numeric(i) else "---" for i in range(len(head))]
+    return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)] if rows else []
+
+
+def pinned(run: Run) -> Lines:
+    rows = [
+        [name, of_ceiling(row), of_ceiling(run.find(f"pinned decode from: {name}, 16 CTAs")), pages(row)]
+        for case, row in run.starting("pinned encode to: ")
+        if case.endswith(", 16 CTAs")
+        for name in [case.removesuffix(", 16 CTAs")]
+    ]
+    return markdown(
+        ("hot pages", "out, share of plain stores", "in, share of plain loads", "pages/s out"), rows
+    )
+
+
+def pages(row: Row) -> str:
+    return f"{row['pages_per_s']:,.0f}"
+
+
+def hbm(run: Run) -> Lines:
+    rows = [
+        [name, of_ceiling(row), of_ceiling(run.find(f"HBM decode: {name}"))]
+        for name, row in run.starting("HBM encode: ")
+        if "after" not in name
+    ]
+    return markdown(("hot pages", "encode, share of a copy", "decode, share of a copy"), rows)
+
+
+def beside(run: Run) -> Lines:
+    rows = [
+        [
+            row["case"].split(" beside ")[1],
+            f"{row['slowdown'] - 1:+.1%}",
+            rate(row["gb_per_s"]),
+            rate(row["gb_per_s_alone"]),
+        ]
+        for row in run.rows
+        if "slowdown" in row
+    ]
+    return markdown(("transfer", "the model's products take", "transfer beside them", "transfer alone"), rows)
+
+
+def transfers(run: Run) -> Lines:
+    found = [row for row in run.rows if "page_bytes" in row]
+    ways = list(dict.fromkeys(row["way"] for row in found))
+    rows = []
+    for size in sorted({row["page_bytes"] for row in found}):
+        times = {row["way"]: row for row in found if row["page_bytes"] == size}
+        cells = [time_of(times.get(way, {})) for way in ways]
+        rows.append([f"{size >> 10:,} KiB", *cells])
+    return markdown(("BF16 page, us a page", *ways), rows)
+
+
+def time_of(row: Row) -> str:
+    return f"{row['us_page']:.2f}" if "us_page" in row else str(row.get("refuses", "-"))
+
+
+def compaction(run: Run) -> Lines:
+    kinds = ("ordered: ", "fill: ", "side by side, 32")
+    details = ("pages of", "head size", "MLA", "idle")  # in the JSON
+    rows = [
+        [row["case"], f"{row['us']:,.1f}", of_ceiling(row)]
+        for row in run.rows
+        if row["case"].startswith(kinds)
+        and "share" in row
+        and not any(word in row["case"] for word in details)
+    ]
+    return markdown(("case", "us", "share of a copy"), rows)
+
+
+def topk(run: Run) -> Lines:
+    rows = []
+    for row in run.rows:
+        found = re.fullmatch(r"256 x (\d+), k (\d+), normal, full", row["case"])
+        if found:
+            best = row.get("best_peer")
+            other = f"{best}, {row['peers'][best]['us']:.1f} us, {row['speedup']:.1f}x" if best else "-"
+            plain = row["peers"]["torch.topk"].get("us")
+            cells = [f"{int(found[1]):,}", f"{int(found[2]):,}", f"{row['us']:.1f}", f"{row['read_us']:.1f}"]
+            cells += [f"{row['settle_us']:.1f}" if "settle_us" in row else "-"]
+            rows.append([*cells, other, f"{plain:.1f}" if plain else "-"])
+    return markdown(
+        (
+            "scores",
+            "k",
+            "radix_topk, us",
+            "a read, us",
+            "settle_ties, us",
+            "best peer of equal result",
+            "torch.topk, us",
+        ),
+        rows,
+    )
+
+
+def triattention(run: Run) -> Lines:
+    rows = [
+        [row["case"], f"{row['us']:,.1f}", of_ceiling(row), f"{row['peak_bytes'] / 2**20:,.0f}"]
+        for row in run.rows
+        if "peak_bytes" in row and "share" in row
+    ]
+    return markdown(("case", "us", "share of a copy", "scratch, MiB"), rows)
+
+
+def rounds(run: Run) -> Lines:
+    rows = []
+    for row in run.rows:
+        name = row["case"].removesuffix(": whole round")
+        host = run.find(f"{name}: host")
+        if "of_sum" in row and row["case"] != name and host:
+            rows.append([name, f"{row['us']:,.0f}", f"{row['of_sum']:.2f}x", f"{host['us']:,.0f}"])
+    return markdown(("round", "us", "of its ops' sum", "host, us"), rows)
+
+
+TABLES: dict[str, tuple[str, Callable[[Run], Lines]]] = {
+    "pinned": ("nvfp4", pinned),
+    "hbm": ("nvfp4", hbm),
+    "beside": ("nvfp4", beside),
+    "transfers": ("nvfp4", transfers),
+    "compaction": ("compaction", compaction),
+    "topk": ("topk", topk),
+    "triattention": ("triattention", triattention),
+    "rounds": ("methods", rounds),
+}
+
+
+CAPTIONS = {
+    "pinned": "Cold pages to and from pinned host memory, 16 thread blocks; plain kernels that only store or load the"
+    " cold bytes\nare the ceiling.",
+    "hbm": "Between pools and cold pages in the GPU's memory, hot and cold bytes counted, against a copy, {copy}."
+    "\n\n![time against bytes](docs/bench_bytes.svg)",
+    "beside": "What a transfer to or from pinned memory costs matrix products that run beside it.",
+    "transfers": "Pages of one size to pinned memory, launches included."
+    "\n\n![time against the size of a page](docs/bench_transfers.svg)",
+    "compaction": "Compaction in BF16, budget 2,048, 128 of 2,176 tokens evicted at random; bytes read and written"
+    " against\na copy, {copy}.",
+    "topk": "Top-k of 256 rows of fp32 scores, normal, cold L2."
+    "\n\n![time against the width of a row](docs/bench_topk.svg)",
+    "triattention": "TriAttention scores of 36 layers, every key byte counted once against a copy, {copy}.",
+    "rounds": "Whole eviction rounds of requests of 512 + 2,176 tokens, 36 layers.",
+}
+
+
+def copy_rate(run: Run) -> str:
+    row = run.find("ceiling: device copy, read + write")
+    return rate(row["gb_per_s"]) if row else "not measured"
+
+
+def write_tables(page: Path, runs: Runs) -> list[str]:
+    """Renew what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; tables without results stay."""
+    text, written = page.read_text(), []
+
+    def renew(found: re.Match[str]) -> str:
+        name = found[1]
+        if name not in TABLES:
+            raise SystemExit(f"{page}: bench:{name} must be one of {', '.join(TABLES)}")
+        family, table = TABLES[name]
+        lines = table(runs[family]) if family in runs else []
+        caption = CAPTIONS[name].format(copy=copy_rate(runs[family])) if lines else ""
+        if not lines:
+            return found[0]
+        written.append(name)
+        body = "\n".join([caption, "", *lines, "", f"{runs[family].place}."])
+        return f"<!-- bench:{name} -->\n\n{body}\n\n<!-- /bench -->"
+
+    text = re.sub(r"<!-- bench:(\w+) -->.*?<!-- /bench -->", renew, text, flags=re.DOTALL)
+    page.write_text(text)
+    return written
+
+
+def draw(folder: Path, runs: Runs) -> list[Path]:
+    """A plot for each kind of result there is: time against size, both logarithmic, with the physical limit."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    matplotlib.rcParams["svg.hashsalt"] = "kvc"  # the same results, the same file
+    folder.mkdir(parents=True, exist_ok=True)
+    plots: dict[str, Callable[[Axes, Runs], str | None]] = {
+        "bench_bytes.svg": draw_bytes,
+        "bench_transfers.svg": draw_transfers,
+        "bench_topk.svg": draw_topk,
+    }
+    written = []
+    for name, plot in plots.items():
+        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+        axes = figure.add_subplot(xscale="log", yscale="log")
+        if place := plot(axes, runs):
+            axes.grid(which="major", color="0.85")
+            axes.legend(frameon=False, fontsize=8)
+            axes.set_title(place, fontsize=8, color="0.3")
+            figure.savefig(folder / name, metadata={"Date": None})
+            written.append(folder / name)
+    return written
+
+
+def limit(axes: Axes, sizes: Sequence[float], times: Sequence[float], label: str, style: str = "--") -> None:
+    axes.plot(sizes, times, style, color="black", linewidth=1, label=label)
+
+
+def draw_bytes(axes: Axes, runs: Runs) -> str | None:
+    """Every op that is limited by memory: time against the bytes it must move, above the time of a copy."""
+    found = {
+        family: [row for row in runs[family].rows if counted(row)]
+        for family in ("nvfp4", "compaction", "triattention")
+        if family in runs
+    }
+    found = {family: rows for family, rows in found.items() if rows}
+    if not found:
+        return None
+    for colour, marker, (family, rows) in zip(COLOURS, MARKERS, found.items(), strict=False):
+        style: dict[str, Any] = {"color": colour, "marker": marker, "linestyle": "none", "markersize": 5}
+        axes.plot([r["bytes"] for r in rows], [r["us"] for r in rows], label=family, **style)
+    run = runs[next(iter(found))]
+    ceiling = run.rows[0]["gb_per_s"]
+    sizes = sorted(row["bytes"] for rows in found.values() for row in rows)
+    ends = [sizes[0] / 2, sizes[-1] * 2]
+    limit(axes, ends, [size / ceiling / 1e3 for size in ends], f"device copy, {rate(ceiling)}")
+    axes.set(xlabel="bytes read and written", ylabel="us")
+    return run.place
+
+
+def counted(row: Row) -> bool:
+    """Ops on the GPU's own memory, without what stands beside them."""
+    prefixes = ("HBM ", "ordered: ", "fill: ", "union", "per_head", "per_layer_perhead")
+    return "bytes" in row and row["case"].startswith(prefixes)
+
+
+def draw_transfers(axes: Axes, runs: Runs) -> str | None:
+    if "nvfp4" not in runs:
+        return None
+    run = runs["nvfp4"]
+    found = [row for row in run.rows if "us_page" in row]
+    if not found:
+        return None
+    for colour, marker, way in zip(
+        COLOURS, MARKERS, dict.fromkeys(row["way"] for row in found), strict=False
+    ):
+        points = sorted((row["page_bytes"], row["us_page"]) for row in found if row["way"] == way)
+        axes.plot(*zip(*points, strict=True), marker=marker, color=colour, markersize=4, label=way)
+    links = runs.get("ceilings", run)
+    link = next((row for name, row in links.starting("ceiling: copy engine out")), None)
+    if link is not None:
+        sizes = sorted({row["page_bytes"] for row in found})
+        whole = [size / link["gb_per_s"] / 1e3 for size in sizes]
+        limit(axes, sizes, whole, f"the link, BF16, {rate(link['gb_per_s'])}")
+        limit(axes, sizes, [us * 9 / 32 for us in whole], "the link, NVFP4", ":")
+    axes.set(xlabel="bytes of a BF16 page", ylabel="us a page")
+    return run.place
+
+
+def draw_topk(axes: Axes, runs: Runs, rows: int = 256, k: int = 2048) -> str | None:
+    if "topk" not in runs:
+        return None
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in runs["topk"].rows:
+        match = re.fullmatch(rf"{rows} x (\d+), k {k}, normal, full", row["case"])
+        if match is None:
+            continue
+        found = {"radix_topk": row["us"], "settle_ties": row.get("settle_us"), "read": row["read_us"]}
+        found |= {name: peer.get("us") for name, peer in row["peers"].items()}
+        for name, us in found.items():
+            if us is not None:
+                points.setdefault(name, []).append((int(match[1]), us))
+    if not points:
+        return None
+    sizes, times = zip(*sorted(points.pop("read")), strict=True)
+    styles = [(colour, MARKERS[i], line) for line in ("-", ":") for i, colour in enumerate(COLOURS)]
+    for (name, line), (colour, marker, style) in zip(points.items(), styles, strict=False):
+        axes.plot(
+            *zip(*sorted(line), strict=True), style, marker=marker, color=colour, markersize=4, label=name
+        )
+    limit(axes, sizes, times, "one read of the scores")
+    axes.set(xlabel=f"fp32 scores a row; {rows} rows, k {k:,}", ylabel="us")
+    return runs["topk"].place

@@ -1,0 +1,504 @@
+// The page moves on a GPU, without torch: one launch moves any number of buffers and pages.
+//
+// Warps are independent. The tiles of all pages are numbered through, and each warp walks one contiguous range of
+// them, fetching ahead of itself. What the kernel must know (segments and page pairs) travels
+// in the kernel's parameters; if that is too much, small kernels first carry it to a scratch tensor, in their
+// parameters, so that nothing is copied from host memory behind the caller's back and a captured graph keeps its
+// values.
+
+#include <cstring>
+#include <type_traits>
+
+#include "common/device.h"
+#include "nvfp4/decode.cuh"
+#include "nvfp4/encode.cuh"
+#include "nvfp4/launch.h"
+
+namespace kvc::nvfp4 {
+namespace {
+
+constexpr int kSmallInline = 14 * 1024;  // 72 segments and some three hundred pages
+constexpr int kLargeInline = 31 * 1024;  // kernel parameters end at 32,764 bytes
+
+enum class Direction {
+  kEncode,
+  kEncodeStaged,  // the output goes through shared memory: towards host memory, or where 8 bytes cannot be stored at
+                  // once
+  kDecode,
+  kDecodeDirect,  // 8-bit elements from aligned cold pages in device memory
+};
+constexpr bool is_encode(Direction d) { return d == Direction::kEncode || d == Direction::kEncodeStaged; }
+
+// Blocks of device-memory moves are short-lived: the hardware keeps the chip full and neighbours close together.
+constexpr uint32_t warps_per_block(Direction d) { return d == Direction::kDecodeDirect ? 8 : is_encode(d) ? 4 : 2; }
+// Where arithmetic is what limits, a second tile (or two more) pays for the start of a block.
+constexpr int64_t tiles_per_warp(Direction d, bool bytes, bool residual) {
+  if (d == Direction::kDecodeDirect) return 1;
+  return is_encode(d) ? (bytes || residual ? 2 : 1) : (residual ? 4 : 2);
+}
+
+// Blocks of host-memory moves are few and stay: enough of them for PCIe, few enough to share the chip with a model.
+constexpr uint32_t kWarpsPerHostBlock = 8;
+constexpr int64_t kHostBlocks = 16;
+constexpr uint32_t kLogHostRun = 4;
+constexpr int64_t kMaxBlocks = 0x7FFFFFFF;
+constexpr uint32_t kDirectBytes = 4096;  // copied bytes of a tile that is decoded directly
+
+constexpr TileLimits tile_limits(Direction d) {
+  switch (d) {
+    case Direction::kEncode: return {16384, 1024, kRingBytes, kRingBytes};
+    case Direction::kEncodeStaged: return {kStagedHot, kStagedSlots, kStagedHot, kStagedHot};
+    case Direction::kDecode: return {1 << 20, kStagedSlots, kStagedData, 1 << 20};  // bounded by what registers carry
+    default: return {8192, 512, kDirectBytes, 8192};
+  }
+}
+
+// Where a warp stands in its block's share. In shared memory, since registers are what limits the number of warps.
+struct Walk {
+  int64_t first, end;  // of the tiles of all pages: the warp's first, and where the block's share ends
+  int64_t turn;        // how many of the warp's tiles are behind it
+  int64_t page_begin;
+  int64_t hot_slot, cold_slot;
+  uint32_t segment_end;
+  uint32_t count;   // visits so far
+  Visit visits[2];  // the last two: at most two tiles are under way
+};
+
+// Shared memory of a warp.
+template <Direction kDirection>
+struct WarpMemory;
+
+template <>
+struct WarpMemory<Direction::kEncode> {
+  Walk walk;
+  alignas(16) uint8_t ring[kRingBytes];
+};
+
+template <>
+struct WarpMemory<Direction::kEncodeStaged> {
+  Walk walk;
+  alignas(16) uint8_t input[2][kStagedHot];
+  alignas(16) uint8_t output[kStagedData + kStagedSlots];
+};
+
+template <>
+struct WarpMemory<Direction::kDecodeDirect> {
+  Walk walk;
+  alignas(16) uint8_t input[kDirectBytes];
+};
+
+template <>
+struct WarpMemory<Direction::kDecode> {
+  Walk walk;
+  alignas(16) uint8_t input[kStagedData + kStagedSlots];
+};
+
+// The segments, where each starts (first_tile once more, packed for a quick search) and the page pairs.
+struct Metadata {
+  const Segment* segments;
+  const uint32_t* starts;
+  const int32_t* pairs;  // null: slot i to slot i
+};
+
+struct Header {
+  Metadata metadata;  // used when `inlined` is false
+  bool inlined;
+  bool inlined_pairs;
+  uint32_t starts_at;  // byte positions in the inlined block
+  uint32_t pairs_at;
+  int64_t pair_stride[2];
+  int64_t total_tiles;
+  uint32_t tiles_per_page;
+  uint32_t num_segments;
+  uint32_t log_run;  // of the tiles a warp takes in a row before the others of its block have their turn
+  int64_t hot_slots;
+  int64_t cold_slots;
+};
+
+template <int kBytes>
+struct Inline {
+  alignas(16) uint8_t bytes[kBytes];
+};
+
+// Walks a warp's tiles and describes each. The warps of a block take turns: short ones in device memory,
+// so that the block as a whole moves through memory in one place; long ones towards host memory, where a block has so
+// few warps that looking up where the next tile belongs would show.
+template <bool kEncode>
+struct Cursor {
+  const Header& h;
+  const uint8_t* inlined;
+  Walk& walk;
+  uint32_t lane;
+
+  __device__ __forceinline__ const Segment* segments() const {
+    return h.inlined ? reinterpret_cast<const Segment*>(inlined) : h.metadata.segments;
+  }
+  __device__ __forceinline__ const uint32_t* starts() const {
+    return h.inlined ? reinterpret_cast<const uint32_t*>(inlined + h.starts_at) : h.metadata.starts;
+  }
+  __device__ __forceinline__ const int32_t* pairs() const {
+    return h.inlined_pairs ? reinterpret_cast<const int32_t*>(inlined + h.pairs_at) : h.metadata.pairs;
+  }
+
+  // The last segment that starts at or before `tile`; every lane looks at its share of the starts at once.
+  __device__ __forceinline__ uint32_t find(uint32_t tile) const {
+    uint32_t below = 0;
+    for (uint32_t base = 0; base < h.num_segments; base += kWarp) {
+      const uint32_t i = base + lane;
+      below += __popc(__ballot_sync(0xFFFFFFFFu, i < h.num_segments && starts()[i] <= tile));
+    }
+    return below - 1;
+  }
+
+  __device__ __forceinline__ bool next(Tile& to) {
+    const auto index_of = [&](int64_t turn) {
+      return walk.first + (turn >> h.log_run) * (blockDim.x / kWarp << h.log_run) + (turn & ((1 << h.log_run) - 1));
+    };
+    int64_t turn = walk.turn;
+    int64_t index = index_of(turn);
+    if (index >= walk.end) return false;
+    uint32_t count = walk.count;
+    int64_t page_begin = walk.page_begin;
+    uint32_t tile = static_cast<uint32_t>(index - page_begin);
+    if (count == 0 || index - page_begin >= walk.segment_end) {
+      int64_t hot_slot = walk.hot_slot, cold_slot = walk.cold_slot;
+      uint32_t segment;
+      while (true) {
+        if (count != 0 && index - page_begin < h.tiles_per_page) {
+          segment = find(tile);
+          break;
+        }
+        const int64_t page = index / h.tiles_per_page;
+        page_begin = page * h.tiles_per_page;
+        tile = static_cast<uint32_t>(index - page_begin);
+        hot_slot = cold_slot = page;
+        if (pairs() != nullptr) {
+          const int32_t* pair = pairs() + page * h.pair_stride[0];
+          hot_slot = pair[kEncode ? h.pair_stride[1] : 0];
+          cold_slot = pair[kEncode ? 0 : h.pair_stride[1]];
+        }
+        segment = find(tile);  // before the slots are looked at: both loads are then under way together
+        if (hot_slot >= 0 && hot_slot < h.hot_slots && cold_slot >= 0 && cold_slot < h.cold_slots) break;
+        // No such page: on to the warp's first turn that may lie behind it.
+        const int64_t stride = static_cast<int64_t>(blockDim.x / kWarp) << h.log_run;
+        const int64_t behind = page_begin + h.tiles_per_page - walk.first;
+        turn = max(turn + 1, behind > 0 ? (behind / stride) << h.log_run : int64_t{0});
+        index = index_of(turn);
+        if (index >= walk.end) return false;
+        count = 0;
+      }
+      count = walk.count + 1;
+      Visit& visit = walk.visits[count & 1];
+      if (lane < sizeof(Segment) / 16)
+        reinterpret_cast<uint4*>(&visit.segment)[lane] = reinterpret_cast<const uint4*>(segments() + segment)[lane];
+      const uint32_t segment_end = segment + 1 < h.num_segments ? starts()[segment + 1] : h.tiles_per_page;
+      __syncwarp();
+      const Segment& s = visit.segment;
+      if (lane == 0) {
+        visit.at = {s.hot + hot_slot * s.hot_stride, s.data + cold_slot * s.data_stride,
+                    s.scales + cold_slot * s.scales_stride};
+        walk.page_begin = page_begin;
+        walk.hot_slot = hot_slot;
+        walk.cold_slot = cold_slot;
+        walk.segment_end = segment_end;
+        walk.count = count;
+      }
+      __syncwarp();
+    }
+    to.visit = &walk.visits[count & 1];
+    const Segment& s = to.segment();
+    to.index = tile - s.first_tile;
+    if (kEncode && s.padding_bytes > 0 && to.index == 0 && lane < s.padding_bytes)
+      s.padding[walk.cold_slot * s.data_stride + lane] = 0;
+    __syncwarp();
+    if (lane == 0) walk.turn = turn + 1;
+    __syncwarp();
+    return true;
+  }
+};
+
+template <typename Move>
+__device__ __forceinline__ void with_type(DType dtype, Move&& move) {
+  switch (dtype) {
+    case DType::kFloat16: return move(std::integral_constant<DType, DType::kFloat16>{});
+    case DType::kBFloat16: return move(std::integral_constant<DType, DType::kBFloat16>{});
+    case DType::kFloat32: return move(std::integral_constant<DType, DType::kFloat32>{});
+    case DType::kFloat8E4M3: return move(std::integral_constant<DType, DType::kFloat8E4M3>{});
+  }
+}
+
+// Towards device memory: many warps, each busy with one long tile at a time.
+__device__ __forceinline__ void encode_all(Cursor<true>& cursor, WarpMemory<Direction::kEncode>& memory,
+                                           uint32_t lane) {
+  Tile tile;
+#pragma unroll 1
+  while (cursor.next(tile)) {
+    if (tile.segment().kind != SegmentKind::kQuantize) {
+      copy_streamed(tile, memory.ring, lane);
+      continue;
+    }
+    with_type(tile.segment().dtype, [&](auto type) {
+      constexpr DType kType = decltype(type)::value;
+      if (tile.segment().residual_groups == 0) {
+        encode_streamed<kType>(tile, memory.ring, lane);
+      } else {
+        fetch_hot(tile, memory.ring, lane);
+        commit_async();
+        wait_async<0>();
+        __syncwarp();
+        encode_tile<kType, false>(tile, memory.ring, nullptr, lane);
+        __syncwarp();
+      }
+    });
+  }
+}
+
+// Towards host memory, two stages: while one tile is encoded, the hot bytes of the next are on their way.
+__device__ __forceinline__ void encode_all(Cursor<true>& cursor, WarpMemory<Direction::kEncodeStaged>& memory,
+                                           uint32_t lane) {
+  const auto fetch = [&](Tile& tile, int stage) {
+    const bool found = cursor.next(tile);
+    if (found) fetch_hot(tile, memory.input[stage], lane);
+    commit_async();
+    return found;
+  };
+  Tile tile, following;
+  bool ready = fetch(tile, 0);
+  bool more = ready && fetch(following, 1);
+#pragma unroll 1
+  for (int i = 0; ready; i ^= 1) {
+    if (more) wait_async<1>();
+    else wait_async<0>();
+    __syncwarp();
+    if (tile.segment().kind != SegmentKind::kQuantize) {
+      copy_tile<true>(tile, memory.input[i], lane);
+    } else {
+      with_type(tile.segment().dtype, [&](auto type) {
+        encode_tile<decltype(type)::value, true>(tile, memory.input[i], memory.output, lane);
+      });
+    }
+    __syncwarp();
+    ready = more;
+    tile = following;
+    more = more && fetch(following, i);
+  }
+}
+
+// While one tile is decoded, the cold bytes of the next are on their way to registers.
+__device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Direction::kDecode>& memory,
+                                           uint32_t lane) {
+  Carried next;
+  Tile tile, following;
+  bool more = cursor.next(following);
+  if (more) next.load(ColdRuns(following), lane);
+#pragma unroll 1
+  while (more) {
+    next.put(ColdRuns(following), memory.input, lane);
+    __syncwarp();
+    tile = following;
+    more = cursor.next(following);
+    if (more) next.load(ColdRuns(following), lane);
+    if (tile.segment().kind != SegmentKind::kQuantize) copy_tile<false>(tile, memory.input, lane);
+    else
+      with_type(tile.segment().dtype, [&](auto type) {
+        decode_tile<decltype(type)::value, 4>(tile, memory.input, memory.input + kStagedData, lane);
+      });
+    __syncwarp();
+  }
+}
+
+__device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Direction::kDecodeDirect>& memory,
+                                           uint32_t lane) {
+  Tile tile;
+#pragma unroll 1
+  while (cursor.next(tile)) {
+    const ColdRuns runs(tile);
+    if (tile.segment().kind == SegmentKind::kQuantize)
+      decode_tile<DType::kFloat8E4M3, 8>(tile, runs.data, runs.scales, lane);
+    else copy_direct(tile, runs, memory.input, lane);
+  }
+}
+
+// Of kWarpsPerHostBlock warps each; fewer registers would spill.
+constexpr int blocks_per_multiprocessor(Direction d) {
+  return d == Direction::kEncodeStaged ? 2 : d == Direction::kDecodeDirect ? 4 : 3;
+}
+
+template <Direction kDirection, int kBytes>
+__global__ void __launch_bounds__(kWarpsPerHostBlock* kWarp, blocks_per_multiprocessor(kDirection))
+    move_pages_kernel(const __grid_constant__ Header h, const __grid_constant__ Inline<kBytes> inlined) {
+  extern __shared__ __align__(16) uint8_t shared[];
+  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
+  auto& memory = reinterpret_cast<WarpMemory<kDirection>*>(shared)[warp];
+  if (lane == 0) {
+    const int64_t share = h.total_tiles / gridDim.x, extra = h.total_tiles % gridDim.x;
+    const int64_t begin = blockIdx.x * share + min(int64_t{blockIdx.x}, extra);
+    Walk& walk = memory.walk;
+    walk.first = begin + (int64_t{warp} << h.log_run);
+    walk.turn = 0;
+    walk.end = begin + share + (blockIdx.x < extra ? 1 : 0);
+    walk.page_begin = walk.hot_slot = walk.cold_slot = 0;
+    walk.segment_end = walk.count = 0;
+  }
+  __syncwarp();
+  Cursor<is_encode(kDirection)> cursor{h, inlined.bytes, memory.walk, lane};
+  if constexpr (is_encode(kDirection)) encode_all(cursor, memory, lane);
+  else decode_all(cursor, memory, lane);
+}
+
+__global__ void upload_kernel(uint8_t* to, int bytes, const __grid_constant__ Inline<kLargeInline> payload) {
+  for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += static_cast<int>(blockDim.x) * 16)
+    *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(payload.bytes + i);
+}
+
+struct Grid {
+  int64_t blocks;
+  uint32_t warps;  // a block
+};
+
+template <Direction kDirection, int kBytes>
+void launch(const Header& h, const Inline<kBytes>& inlined, Grid grid, int device, cudaStream_t stream) {
+  const auto kernel = move_pages_kernel<kDirection, kBytes>;
+  // More than 48 KiB of shared memory has to be asked for, once on every device.
+  static bool allowed[kMaxDevices] = {};
+  if (!allowed[device]) {
+    constexpr int kMost = sizeof(WarpMemory<kDirection>) * kWarpsPerHostBlock;
+    cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMost),
+               "cudaFuncSetAttribute");
+    allowed[device] = true;
+  }
+  kernel<<<static_cast<unsigned>(grid.blocks), grid.warps * kWarp, sizeof(WarpMemory<kDirection>) * grid.warps,
+           stream>>>(h, inlined);
+  cuda_check(cudaGetLastError(), "move_pages_kernel");
+}
+
+template <typename Holds>
+bool all_quantized(const PageWork& work, Holds&& holds) {
+  return std::all_of(work.segments.begin(), work.segments.end(),
+                     [&](const Segment& s) { return s.kind != SegmentKind::kQuantize || holds(s); });
+}
+
+bool holds_bytes(const PageWork& work) {
+  return all_quantized(work, [](const Segment& s) { return s.dtype == DType::kFloat8E4M3; });
+}
+
+// What the kernel must know of the work: the segments, where each starts, and host pairs.
+size_t starts_at(const PageWork& work) { return work.segments.size() * sizeof(Segment); }
+size_t pairs_at(const PageWork& work) { return starts_at(work) + work.segments.size() * sizeof(uint32_t); }
+size_t metadata_bytes(const PageWork& work, bool host_pairs) {
+  return pairs_at(work) + (host_pairs ? static_cast<size_t>(work.pages) * 8 : 0);
+}
+
+void write_metadata(const PageWork& work, bool host_pairs, uint8_t* to) {
+  std::memcpy(to, work.segments.data(), starts_at(work));
+  auto* starts = reinterpret_cast<uint32_t*>(to + starts_at(work));
+  for (const Segment& s : work.segments) *starts++ = s.first_tile;
+  auto* pairs = reinterpret_cast<int32_t*>(to + pairs_at(work));
+  for (int64_t i = 0; host_pairs && i < work.pages; ++i)
+    for (int c = 0; c < 2; ++c) *pairs++ = work.pairs[i * work.pair_stride[0] + c * work.pair_stride[1]];
+}
+
+// `max_ctas` of 0 leaves the grid to us.
+template <Direction kDirection>
+void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int multiprocessors, uint8_t* scratch,
+         int device, cudaStream_t stream) {
+  Header h{};
+  TileLimits limits = tile_limits(kDirection);
+  Grid grid{max_ctas > 0 ? max_ctas : kHostBlocks, kWarpsPerHostBlock};
+  h.tiles_per_page = static_cast<uint32_t>(number_tiles(&work.segments, limits));
+  if (!host_cold) {
+    // Little work is cut finer, until every multiprocessor has some.
+    while (work.pages * h.tiles_per_page < 16 * int64_t{multiprocessors} && limits.slots > 32) {
+      limits = {limits.hot_bytes / 2, limits.slots / 2, limits.copied_bytes / 2, limits.residual_bytes / 2};
+      h.tiles_per_page = static_cast<uint32_t>(number_tiles(&work.segments, limits));
+    }
+  }
+  h.total_tiles = work.pages * h.tiles_per_page;
+  h.log_run = kLogHostRun;
+  if (!host_cold && max_ctas == 0) {
+    h.log_run = 0;
+    grid.warps = warps_per_block(kDirection);
+    const bool residual = std::any_of(work.segments.begin(), work.segments.end(),
+                                      [](const Segment& s) { return s.residual_groups != 0; });
+    const int64_t tiles = std::clamp<int64_t>(h.total_tiles / (32 * multiprocessors), 1,
+                                              tiles_per_warp(kDirection, holds_bytes(work), residual));
+    grid.blocks = (h.total_tiles + tiles * grid.warps - 1) / (tiles * grid.warps);
+  }
+  grid.blocks = std::min({grid.blocks, (h.total_tiles + grid.warps - 1) / grid.warps, kMaxBlocks});
+  while (h.log_run > 0 && (int64_t{grid.warps} << h.log_run) > h.total_tiles / grid.blocks) --h.log_run;
+  h.num_segments = static_cast<uint32_t>(work.segments.size());
+  h.hot_slots = work.hot_slots;
+  h.cold_slots = work.cold_slots;
+  h.metadata.pairs = host_pairs ? nullptr : work.pairs;
+  h.pair_stride[0] = host_pairs ? 2 : work.pair_stride[0];
+  h.pair_stride[1] = host_pairs ? 1 : work.pair_stride[1];
+
+  const size_t bytes = metadata_bytes(work, host_pairs);
+  if (bytes <= kLargeInline) {
+    h.inlined = true;
+    h.inlined_pairs = host_pairs;
+    h.starts_at = static_cast<uint32_t>(starts_at(work));
+    h.pairs_at = static_cast<uint32_t>(pairs_at(work));
+    const auto inline_and_launch = [&](auto&& inlined) {
+      write_metadata(work, host_pairs, inlined.bytes);
+      launch<kDirection>(h, inlined, grid, device, stream);
+    };
+    if (bytes <= kSmallInline) {
+      Inline<kSmallInline> small;
+      inline_and_launch(small);
+    } else {
+      Inline<kLargeInline> large;
+      inline_and_launch(large);
+    }
+    return;
+  }
+  std::vector<uint8_t> all(bytes);
+  write_metadata(work, host_pairs, all.data());
+  Inline<kLargeInline> payload;
+  for (size_t done = 0; done < bytes; done += kLargeInline) {
+    const size_t part = std::min<size_t>(bytes - done, kLargeInline);
+    std::memcpy(payload.bytes, all.data() + done, part);
+    upload_kernel<<<1, 512, 0, stream>>>(scratch + done, static_cast<int>(part), payload);
+    cuda_check(cudaGetLastError(), "upload_kernel");
+  }
+  h.metadata.segments = reinterpret_cast<const Segment*>(scratch);
+  h.metadata.starts = reinterpret_cast<const uint32_t*>(scratch + starts_at(work));
+  if (host_pairs) h.metadata.pairs = reinterpret_cast<const int32_t*>(scratch + pairs_at(work));
+  launch<kDirection>(h, Inline<kSmallInline>(), grid, device, stream);
+}
+
+Direction direction_of(const PageWork& work, bool encode, bool host_cold) {
+  // Whether a lane may read or write a group's eight bytes at once.
+  const bool aligned = all_quantized(work, [&](const Segment& s) {
+    return reinterpret_cast<uintptr_t>(s.data) % kGroupBytes == 0 &&
+           (work.cold_slots <= 1 || s.data_stride % kGroupBytes == 0);
+  });
+  if (encode) return host_cold || !aligned ? Direction::kEncodeStaged : Direction::kEncode;
+  return !host_cold && aligned && holds_bytes(work) ? Direction::kDecodeDirect : Direction::kDecode;
+}
+
+}  // namespace
+
+int64_t page_scratch_bytes(const PageWork& work, bool host_pairs) {
+  const auto bytes = static_cast<int64_t>(metadata_bytes(work, host_pairs));
+  return bytes <= kLargeInline ? 0 : (bytes + 15) / 16 * 16;
+}
+
+void launch_pages(const char* op, bool encode, PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas,
+                  uint8_t* scratch, int device, void* stream) {
+  if (work.pages == 0) return;
+  const auto* probe = reinterpret_cast<const void*>(move_pages_kernel<Direction::kDecode, kSmallInline>);
+  const int multiprocessors = device_facts(op, device, probe).multiprocessors;
+  const auto go = [&](auto direction) {
+    run<decltype(direction)::value>(std::move(work), host_pairs, host_cold, max_ctas, multiprocessors, scratch, device,
+                                    static_cast<cudaStream_t>(stream));
+  };
+  switch (direction_of(work, encode, host_cold)) {
+    case Direction::kEncode: return go(std::integral_constant<Direction, Direction::kEncode>{});
+    case Direction::kEncodeStaged: return go(std::integral_constant<Direction, Direction::kEncodeStaged>{});
+    case Direction::kDecode: return go(std::integral_constant<Direction, Direction::kDecode>{});
+    case Direction::kDecodeDirect: return go(std::integral_constant<Direction, Direction::kDecodeDirect>{});
+  }
+}
+
+}  // namespace kvc::nvfp4
