@@ -111,7 +111,10 @@ def cute_images(module: Path, arch: str, folder: Path) -> dict[str, Image]:
 
 
 def cute_worker(module: Path, arch: str) -> None:
-    import cutlass.cute as cute
+    try:
+        import cutlass.cute as cute
+    except ImportError as error:
+        raise SystemExit(f"kvc: the CUDA build needs nvidia-cutlass-dsl ({error})") from None
 
     kernels = {}
     for name, (kernel, arguments) in load(module).CUTE.items():
