@@ -1,8 +1,9 @@
 // Hot rows to packed data and scales.
 //
-// Hot bytes come by asynchronous copies, a tile ahead of the arithmetic. Towards device memory, 8 data bytes and 1
-// scale byte a lane fill whole sectors of L2; towards host memory they are put together in shared memory first, so that
-// PCIe sees 16-byte stores to contiguous runs and never single scale bytes.
+// Hot bytes come by asynchronous copies, ahead of the arithmetic. Towards device memory a tile streams through a ring
+// of stages, and 8 data bytes and 1 scale byte a lane fill whole sectors of L2. Towards host memory the next tile is
+// fetched meanwhile, and the output is put together in shared memory first, so that PCIe sees 16-byte stores to
+// contiguous runs and never single scale bytes.
 #pragma once
 
 #include "nvfp4/tile.cuh"

@@ -66,7 +66,7 @@ __device__ __forceinline__ uint32_t copied_bytes(const Segment& s, const Extent&
   return static_cast<uint32_t>((s.kind == SegmentKind::kBytes ? min(end, s.nbytes) : end) - int64_t{e.first} * 16);
 }
 
-// Where a tile's hot bytes lie: chunk c of 16 bytes at chunk(c), all contiguous if `linear`.
+// Where a tile's hot bytes lie: from `base` on if `linear`, else chunk c of 16 bytes at scattered(c).
 struct HotTile {
   const Segment& s;
   uint8_t* base;

@@ -1,4 +1,5 @@
-// CUDA side of the TriAttention ops: prepares and launches the Triton kernels of triattention.py.
+// CUDA side of the TriAttention ops: takes the scorer of score_cute.h where it serves, else prepares and launches the
+// Triton kernels of triattention.py.
 
 #include <cstring>
 
