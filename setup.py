@@ -2,7 +2,8 @@
 
 Needs the headers of an installed torch >= 2.11, of any flavour: the CPU wheel carries everything to compile CUDA code.
 Environment: ``KVC_CUDA=0/1`` forces CUDA off/on, ``KVC_CUDA_ARCHS`` limits the architectures ("90a", "80;90a"),
-``MAX_JOBS`` limits parallel compilers, ``CUDA_HOME`` says where nvcc lives.
+``MAX_JOBS`` limits parallel compilers, ``CUDA_HOME`` says where nvcc lives, ``CXX`` which C++ compiler to take,
+``KVC_TORCH_PATH`` where else to look for torch.
 """
 
 from __future__ import annotations
