@@ -491,9 +491,3 @@ class TestAdmission:
         interleaved = torch.zeros(SLOTS, 4, 2, 2, 64, dtype=BF16).transpose(1, 3).transpose(1, 2)
         with pytest.raises(ValueError, match="one behind the other"):
             manager.bind(SimpleNamespace(target=SimpleNamespace(pools=[[interleaved]]), draft=None))
-
-
-def test_documented_example_runs() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "tiers.md").read_text()
-    first = text.split("```python\n", 1)[1].split("```", 1)[0]
-    exec(compile(first, "tiers.md", "exec"), {})
