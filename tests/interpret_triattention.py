@@ -7,16 +7,14 @@ computed here in PyTorch.
 
 from __future__ import annotations
 
-import importlib.util
 import random
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
+from interpret import ints, load
 from kvc.reference import triattention as reference
 from torch import Tensor
-from triton.runtime import interpreter  # type: ignore[import-untyped]
 
 CASES = 16
 KEYS = {
@@ -25,32 +23,6 @@ KEYS = {
     torch.float32: ("fp32", 4),
     torch.float8_e4m3fn: ("e4m3", 16),
 }
-
-# The interpreter's scalars are arrays of one element, which recent NumPy does not turn into an index by
-# itself.
-_patch = interpreter._patch_lang_tensor
-
-
-def _patch_with_index(tensor: Any, scope: Any) -> None:
-    _patch(tensor, scope)
-    scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-
-interpreter._patch_lang_tensor = _patch_with_index
-
-
-def load() -> Any:
-    path = Path(__file__).parents[1] / "kernels" / "triattention" / "triattention.py"
-    spec = importlib.util.spec_from_file_location("kvc_triattention", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def ints(values: Any) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def plan(prompts: Tensor, sources: Tensor, tokens: int, length: int, spare: int) -> tuple[Tensor, Tensor]:
@@ -198,7 +170,7 @@ def phase_case(rng: random.Random, kernels: Any) -> None:
 
 if __name__ == "__main__":
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # of NaN and infinity, which are meant
-    module = load()
+    module = load("triattention/triattention.py")
     for seed in range(CASES):
         phase_case(random.Random(seed), module)
         score_case(random.Random(seed), module)
