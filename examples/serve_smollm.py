@@ -531,6 +531,8 @@ def main(
 ) -> None:
     """Serve conversations from tiers and with TriAttention, and print what each finds, moves and answers."""
     start = time.perf_counter()
+    if json_path is not None and not json_path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {json_path.parent}", param_hint="--json")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     console = Console()

@@ -103,6 +103,8 @@ class ColdPageCodec:
         The pools of every hot group, as :func:`kvc.encode_pages_` takes them. All on one device.
     life_cycles : sequence of LifeCycle
         What the slots hold.
+    scales : mapping, optional
+        What :func:`kvc.methods.load_kv_scales` returned for the configuration's checkpoint; read now by default.
 
     Attributes
     ----------
@@ -123,7 +125,12 @@ class ColdPageCodec:
     """
 
     def __init__(
-        self, config: ColdPageConfig, pools: Sequence[Sequence[Tensor]], life_cycles: Sequence[LifeCycle]
+        self,
+        config: ColdPageConfig,
+        pools: Sequence[Sequence[Tensor]],
+        life_cycles: Sequence[LifeCycle],
+        *,
+        scales: Mapping[int, Mapping[str, float]] | None = None,
     ) -> None:
         if not life_cycles or not pools or not all(pools):
             raise placement_error("pools and life_cycles", "non-empty", "none")
@@ -134,7 +141,7 @@ class ColdPageCodec:
             for i, pool in enumerate(group):
                 if pool.device != self.device:
                     raise placement_error(f"pools[{g}][{i}]", f"on {self.device}", pool.device)
-        scales = load_kv_scales(config.scale_checkpoint_path) if config.scale_checkpoint_path else {}
+        scales = _scales_of(config) if scales is None else scales
         self.life_cycles: dict[int, LifeCycle] = {}
         self.layouts: dict[int, PageLayout] = {}
         for cycle in life_cycles:
@@ -288,6 +295,10 @@ class ColdPageCodec:
         return codec
 
 
+def _scales_of(config: ColdPageConfig) -> dict[int, dict[str, float]]:
+    return load_kv_scales(config.scale_checkpoint_path) if config.scale_checkpoint_path else {}
+
+
 def _pool_of(pool: Tensor) -> tuple[int, int, int, int]:
     slot_bytes = pool[0].numel() * pool.element_size()
     return pool.data_ptr(), pool.shape[0], slot_bytes, pool.stride(0) * pool.element_size()
@@ -313,10 +324,14 @@ class ColdPageManager(KVCacheCompressionManager):
     before windows.
     """
 
+    config: ColdPageConfig
     codec: ColdPageCodec
 
+    def __init__(self, config: ColdPageConfig, facts: EngineFacts) -> None:
+        super().__init__(config, facts)
+        self._scales = _scales_of(config)
+
     def _bind(self, engine: Engine) -> None:
-        assert isinstance(self.config, ColdPageConfig)
         pools: list[list[Tensor]] = []
         cycles: list[LifeCycle] = []
         for draft, layers, cache in (
@@ -328,21 +343,21 @@ class ColdPageManager(KVCacheCompressionManager):
             if cache is None or len(cache.pools) != len(layers):
                 got = "none" if cache is None else len(cache.pools)
                 raise placement_error("the engine's pools", f"those of {len(layers)} layers", got)
-            pools.append([pool for tensors in cache.pools for pool in tensors])
+            pools.append([pool for tensors in cache.pools for pool in _slot_pools(tensors)])
             for window in sorted({layer.window for layer in layers}, key=lambda w: w or 0):
                 described = self._describe(layers, cache, window, draft)
                 number = len(cycles)
                 cycles.append(
                     LifeCycle(id=number, layers=described, hot_group=len(pools) - 1, cold_group=number)
                 )
-        self.codec = ColdPageCodec(self.config, pools, cycles)
+        self.codec = ColdPageCodec(self.config, pools, cycles, scales=self._scales)
 
     def _describe(
         self, layers: Sequence[LayerFacts], cache: PagedCache, window: int | None, draft: bool
     ) -> tuple[LayerBuffers, ...]:
         described = []
         first = 0
-        for layer, tensors in zip(layers, cache.pools, strict=True):
+        for layer, tensors in zip(layers, map(_slot_pools, cache.pools), strict=True):
             if layer.window == window:
                 rows = _rows_of(layer, self.facts, draft)
                 described.append(LayerBuffers(layer=layer.index, buffers=_planes(tensors, first), rows=rows))
@@ -350,15 +365,26 @@ class ColdPageManager(KVCacheCompressionManager):
         return tuple(described)
 
 
+def _slot_pools(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A layer's pools; one whose planes lie apart, as FlashAttention's do, is a pool for each plane."""
+    pools: list[Tensor] = []
+    for tensor in tensors:
+        if tensor.dim() != 5 or not tensor.numel():
+            raise placement_error(
+                "the engine's pools",
+                "[pages, planes, kv_heads, tokens_per_page, head_dim] and not empty",
+                list(tensor.shape),
+            )
+        adjacent = tensor.stride(1) == tensor[0, 0].numel()
+        pools += [tensor] if adjacent else tensor.split(1, dim=1)
+    return pools
+
+
 def _planes(tensors: Sequence[Tensor], first: int) -> tuple[HotBuffer, ...]:
     """The planes of a layer, K then V, as buffers of pools `first` and on."""
     buffers: list[HotBuffer] = []
     for i, pool in enumerate(tensors):
         planes, nbytes = pool.shape[1], pool[0, 0].numel() * pool.element_size()
-        if planes > 1 and pool.stride(1) * pool.element_size() != nbytes:
-            raise placement_error(
-                "planes of a pool", "one behind the other in a slot", f"a stride of {pool.stride(1)}"
-            )
         for plane in range(planes):
             number = len(buffers)
             role = ("key", "value")[number] if number < 2 else f"plane {number}"

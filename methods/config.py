@@ -81,12 +81,19 @@ def create_kv_cache_compression_manager(
     ValueError
         The combination is not supported, with every reason; or an artifact does not fit.
     TypeError
-        `config` is no configuration.
+        `config` is no configuration, or `engine_facts` are no facts.
+    OSError
+        An artifact cannot be read.
     """
     if not isinstance(config, KvCacheCompressionConfig):
         raise TypeError(
             "kvc.methods.create_kv_cache_compression_manager: config must be one KvCacheCompressionConfig,"
             f" got {type(config).__name__}"
+        )
+    if not isinstance(engine_facts, EngineFacts):
+        raise TypeError(
+            "kvc.methods.create_kv_cache_compression_manager: engine_facts must be EngineFacts,"
+            f" got {type(engine_facts).__name__}"
         )
     if reasons := config.reasons_against(engine_facts):
         raise ValueError(f"kvc.methods.{type(config).__name__}: not supported here: {'; '.join(reasons)}")

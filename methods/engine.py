@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 from typing import Annotated, Literal, NamedTuple, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import Tensor
 
 __all__ = ["Engine", "EngineFacts", "LayerFacts", "PagedCache", "Request", "Resize"]
@@ -105,6 +105,15 @@ class EngineFacts(BaseModel):
         if device.type == "cuda" and device.index is None and torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
         return device
+
+    @model_validator(mode="after")
+    def _check(self) -> EngineFacts:
+        if self.tensor_parallel_rank >= self.tensor_parallel_size:
+            raise ValueError(
+                f"tensor_parallel_rank must be below the size of {self.tensor_parallel_size}, got"
+                f" {self.tensor_parallel_rank}"
+            )
+        return self
 
 
 class Request(Protocol):

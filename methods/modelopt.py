@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 __all__ = ["load_kv_scales"]
 
@@ -36,7 +36,8 @@ def load_kv_scales(folder: str | Path) -> dict[int, dict[str, float]]:
     FileNotFoundError
         There is no ``*.safetensors``.
     ValueError
-        A scale is not one finite number above 0 within [2^-100, 2^100], or a metadata file is not JSON.
+        A scale is not one finite number above 0 within [2^-100, 2^100], or a file is damaged: metadata that are not
+        the JSON objects they should be, tensors that are not whole.
 
     Notes
     -----
@@ -52,15 +53,22 @@ def load_kv_scales(folder: str | Path) -> dict[int, dict[str, float]]:
         return {}
     scales: dict[int, dict[str, float]] = {}
     for file in files:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (no mapping)
-                match = _NAME.match(name)
-                if match is None or match[2] != match[3]:
-                    continue
-                found = scales.setdefault(int(match[1]), {})
-                value = _scale(f"{name} of {file.name}", tensors.get_tensor(name))
-                found[match[2]] = max(found.get(match[2], 0.0), value)
+        try:
+            _read_scales(file, scales)
+        except SafetensorError as error:
+            raise ValueError(f"kvc.methods: {file} must be a whole safetensors file, got {error}") from None
     return scales
+
+
+def _read_scales(file: Path, scales: dict[int, dict[str, float]]) -> None:
+    with safe_open(file, framework="pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118  (no mapping)
+            match = _NAME.match(name)
+            if match is None or match[2] != match[3]:
+                continue
+            found = scales.setdefault(int(match[1]), {})
+            value = _scale(f"{name} of {file.name}", tensors.get_tensor(name))
+            found[match[2]] = max(found.get(match[2], 0.0), value)
 
 
 def _scale(name: str, tensor: Any) -> float:
@@ -76,14 +84,22 @@ def _made_for_nvfp4_cache(folder: Path) -> bool:
     """Whether the metadata names ModelOpt and an NVFP4 cache."""
     own, config = folder / "hf_quant_config.json", folder / "config.json"
     if own.is_file():
-        metadata = _json(own)
-        settings = metadata.get("quantization", {})
+        file, metadata = own, _json(own)
+        settings = _part(own, metadata, "quantization")
     elif config.is_file():
-        metadata = settings = _json(config).get("quantization_config") or {}
+        file, metadata = config, _part(config, _json(config), "quantization_config")
+        settings = metadata
     else:
         return False
-    producer = str(metadata.get("producer", {}).get("name") or metadata.get("quant_method") or "")
+    producer = str(_part(file, metadata, "producer").get("name") or metadata.get("quant_method") or "")
     return producer.lower() == "modelopt" and settings.get("kv_cache_quant_algo") == "NVFP4"
+
+
+def _part(path: Path, metadata: dict[str, Any], name: str) -> dict[str, Any]:
+    part = {} if metadata.get(name) is None else metadata[name]
+    if not isinstance(part, dict):
+        raise ValueError(f"kvc.methods: {name} of {path} must be a JSON object, got {type(part).__name__}")
+    return part
 
 
 def _json(path: Path) -> dict[str, Any]:

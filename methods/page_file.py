@@ -19,6 +19,7 @@ _MAGIC = b"kvcpage1"
 _HEADER = struct.Struct("<8s16sII64sQQ16s")
 _HEADER_BYTES = 4096
 MAX_KEY_BYTES = 64
+_MAX_CALL_BYTES = 0x7FFFF000  # that Linux reads or writes in one call
 
 
 def _bytes_of(page: Tensor) -> memoryview:
@@ -49,11 +50,18 @@ class PageFile:
         self._identity = identity
         self._record_bytes = _HEADER_BYTES + -(-page_bytes // 4096) * 4096
         self._sequence = 0
+        if _HEADER_BYTES + page_bytes > _MAX_CALL_BYTES:
+            raise ValueError(
+                f"kvc.methods.PageFile: page_bytes must be at most {_MAX_CALL_BYTES - _HEADER_BYTES}, what one call"
+                f" writes, got {page_bytes}"
+            )
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except OSError as error:
             os.close(self._file)
+            if not isinstance(error, BlockingIOError):
+                raise
             raise RuntimeError(
                 f"kvc.methods.PageFile: {path} must be free, got one that another store has open"
             ) from None

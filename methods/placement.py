@@ -13,6 +13,7 @@ __all__ = ["CacheRows", "HotBuffer", "LayerBuffers", "LifeCycle", "place_layer",
 
 Count = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+Int32Natural = Annotated[int, Field(ge=0, lt=1 << 31)]
 QUANTIZED_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn)
 # What becomes NVFP4 in each family; a buffer of any other role is copied.
 QUANTIZED_ROLES = {"gqa": ("key", "value"), "mla": ("key",), "deepseek_v4": ("compress",)}
@@ -210,12 +211,13 @@ class LayerBuffers(BaseModel):
 class LifeCycle(BaseModel):
     """Layers whose pages are allocated, moved and dropped together.
 
-    `hot_group` and `cold_group` say, independently of each other, whose slots its pages take on either side.
+    `id` is an int32 in C++ and in files. `hot_group` and `cold_group` say, independently of each other, whose slots its
+    pages take on either side.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    id: Natural
+    id: Int32Natural
     layers: Annotated[tuple[LayerBuffers, ...], Field(min_length=1)]
     hot_group: Natural = 0
     cold_group: Natural = 0

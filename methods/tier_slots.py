@@ -72,10 +72,24 @@ class DiskTier(Slots):
     def __init__(self, file: PageFile) -> None:
         super().__init__(file.slots)
         self.file = file
+        self.unread: set[Key] = set()  # found by their headers; whether the pages are whole is not known yet
         newest: dict[Key, int] = {}
         for _, slot, cycle, key in sorted(file.records()):
             newest.pop((cycle, key), None)
             newest[cycle, key] = slot
         self.pages.update(newest)
+        self.unread.update(newest)
         taken = set(newest.values())
         self.free = [slot for slot in self.free if slot not in taken]
+
+    def drop(self, key: Key) -> None:
+        super().drop(key)
+        self.unread.discard(key)
+
+    def read(self, key: Key, page: Tensor) -> bool:
+        """Read a page, and forget it when it is not whole."""
+        if not self.file.read(self.pages[key], *key, page):
+            self.drop(key)
+            return False
+        self.unread.discard(key)
+        return True

@@ -9,6 +9,7 @@ there is room for it, so that leaving again changes nothing.
 from __future__ import annotations
 
 import hashlib
+import operator
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -48,6 +49,8 @@ def prefix_keys(tokens: Sequence[int], tokens_per_page: int, salt: bytes = b"") 
         16 bytes each.
     """
     chain, keys = hashlib.blake2b(salt, digest_size=16).digest(), []
+    if tokens_per_page < 1:
+        raise ValueError(f"kvc.methods.prefix_keys: tokens_per_page must be >= 1, got {tokens_per_page}")
     for end in range(tokens_per_page, len(tokens) + 1, tokens_per_page):
         page = b"".join(int(t).to_bytes(8, "little") for t in tokens[end - tokens_per_page : end])
         chain = hashlib.blake2b(chain + page, digest_size=16).digest()
@@ -105,7 +108,7 @@ class TieredPageStore:
         Host memory of every cold group, or by cold group.
     disk_bytes : int or mapping of int to int
         The same for the files, headers of 4,096 bytes a page included.
-    folder : Path, optional
+    folder : str or Path, optional
         Where the files are, one for each cold group; needed when there is a disk tier. Pages that an earlier store
         left there are found again.
     identity : str
@@ -117,7 +120,9 @@ class TieredPageStore:
     Raises
     ------
     ValueError
-        A disk tier without a folder, or a negative size.
+        A disk tier without a folder, a negative size or number of thread blocks, or pages too large for one write.
+    TypeError
+        A size is no integer.
     RuntimeError
         Another store has a file of the folder open.
 
@@ -134,10 +139,12 @@ class TieredPageStore:
         *,
         host_bytes: int | Mapping[int, int] = 0,
         disk_bytes: int | Mapping[int, int] = 0,
-        folder: Path | None = None,
+        folder: str | Path | None = None,
         identity: str = "",
         max_ctas: int = 0,
     ) -> None:
+        if max_ctas < 0:
+            raise ValueError(f"kvc.methods.TieredPageStore: max_ctas must be >= 0, got {max_ctas}")
         self.codec = codec
         self.stats = StoreStats()
         self.max_ctas = max_ctas
@@ -159,7 +166,7 @@ class TieredPageStore:
         self._count_pages()
 
     def _add_cold_group(
-        self, group: int, host_bytes: int, disk_bytes: int, folder: Path | None, identity: str
+        self, group: int, host_bytes: int, disk_bytes: int, folder: str | Path | None, identity: str
     ) -> None:
         if host_bytes < 0 or disk_bytes < 0:
             raise ValueError(
@@ -175,9 +182,14 @@ class TieredPageStore:
             raise ValueError("kvc.methods.TieredPageStore: folder must be given for a disk tier, got None")
         described = repr([("cold page 1", identity)] + [(c, self.codec.layouts[c].layers) for c in cycles])
         digest = hashlib.sha256(described.encode()).digest()[:16]
+        folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"group{group}-{digest.hex()}.kvc"
-        self._disk[group] = DiskTier(PageFile(path, page, slots, digest))
+        file = PageFile(folder / f"group{group}-{digest.hex()}.kvc", page, slots, digest)
+        try:
+            self._disk[group] = DiskTier(file)
+        except BaseException:
+            file.close()
+            raise
 
     # What an engine calls.
 
@@ -260,11 +272,15 @@ class TieredPageStore:
 
         Raises
         ------
+        ValueError
+            `count` is negative.
         NoFreePagesError
             Not enough slots are free or unpinned.
         OSError
             The disk took no page. Nothing was allocated and nothing lost.
         """
+        if count < 0:
+            raise ValueError(f"kvc.methods.TieredPageStore: count must be >= 0, got {count}")
         with self._lock, self._counted():
             hot = self._tiers(life_cycle)[0]
             slots = self._take(life_cycle, count)
@@ -280,6 +296,9 @@ class TieredPageStore:
         """
         with self._lock, self._counted():
             hot = self._tiers(life_cycle)[0]
+            self._check_slots(hot, slots)
+            if len(set(slots)) < len(slots):
+                raise ValueError(f"kvc.methods.TieredPageStore: slots must be different, got {list(slots)}")
             for slot, key in zip(slots, keys, strict=True):
                 if not isinstance(key, bytes) or not 0 < len(key) <= MAX_KEY_BYTES:
                     raise ValueError(
@@ -304,15 +323,21 @@ class TieredPageStore:
         """
         with self._lock:
             hot = self._tiers(life_cycle)[0]
+            self._check_slots(hot, slots)
             if any(hot.slots[slot].pins < slots.count(slot) for slot in slots):
                 raise ValueError(f"kvc.methods.TieredPageStore: slots must be pinned, got {list(slots)}")
             self._unpin(hot, list(reversed(slots)), self._mark_after(hot, slots))
+            for slot in reversed(slots):
+                if (name := hot.slots[slot].key) is not None:
+                    _, host, disk = self._tiers(name[0])
+                    host.touch(name)
+                    if disk is not None:
+                        disk.touch(name)
 
     def on_disk(self, life_cycle: int, key: bytes) -> bool:
-        """Whether the page would survive the process now."""
+        """Whether the page would survive the process now. Of a page that an earlier store left, it is read to see."""
         with self._lock:
-            disk = self._tiers(life_cycle)[2]
-            return disk is not None and (life_cycle, key) in disk.pages
+            return self._is_stored((life_cycle, key))
 
     def flush(self, sync: bool = False) -> int:
         """Write every committed page that is not on disk yet, as far as the files have slots for all; how many.
@@ -324,10 +349,12 @@ class TieredPageStore:
         with self._lock, self._counted():
             for group, disk in self._disk.items():
                 cycles = [c for c in self.codec.life_cycles.values() if c.cold_group == group]
+                hot = [n for c in cycles for n in self._tiers(c.id)[0].pages if n[0] == c.id]
+                known = dict.fromkeys([*self._host[group].pages, *hot])
+                for name in known:  # what a faster tier has is not to make room for the rest of it
+                    disk.touch(name)
                 for cycle in cycles:
-                    hot, host, _ = self._tiers(cycle.id)
-                    known = dict.fromkeys([*host.pages, *hot.pages])
-                    names = [n for n in known if n[0] == cycle.id and n not in disk.pages][-disk.count :]
+                    names = [n for n in known if n[0] == cycle.id and not self._is_stored(n)][-disk.count :]
                     written += self._write_out(cycle.id, names)
                 if sync:
                     disk.file.sync()
@@ -335,10 +362,11 @@ class TieredPageStore:
 
     def close(self) -> None:
         """Give the files back. Pages that are not on disk are lost; call :meth:`flush` before."""
-        if self._stream is not None:
-            self._stream.synchronize()
-        for disk in self._disk.values():
-            disk.file.close()
+        with self._lock:  # a transfer of another thread still uses the files
+            if self._stream is not None:
+                self._stream.synchronize()
+            for disk in self._disk.values():
+                disk.file.close()
 
     def __enter__(self) -> TieredPageStore:
         return self
@@ -356,6 +384,28 @@ class TieredPageStore:
                 f"kvc.methods.TieredPageStore: life_cycle must be one of {known}, got {life_cycle}"
             )
         return self._hot[cycle.hot_group], self._host[cycle.cold_group], self._disk.get(cycle.cold_group)
+
+    def _check_slots(self, hot: HotTier, slots: Sequence[int]) -> None:
+        for slot in slots:
+            if not 0 <= slot < hot.count:
+                raise ValueError(
+                    f"kvc.methods.TieredPageStore: slots must be in [0, {hot.count}), got {slot}"
+                )
+
+    def _is_stored(self, name: Key) -> bool:
+        """Whether the disk has the page, whole. Nothing may rely on a record that this store has neither written nor
+        read: an earlier process may have died while it wrote it.
+        """
+        disk = self._tiers(name[0])[2]
+        if disk is None or name not in disk.pages:
+            return False
+        if name not in disk.unread:
+            return True
+        page = self.codec.cold_page_bytes(name[0])
+        with self._ring().lease(page) as lease:
+            whole = disk.read(name, lease.tensor)
+        self.stats.broken += not whole
+        return whole
 
     def _pin(self, hot: HotTier, name: Key) -> None:
         hot.slots[hot.pages[name]].pins += 1
@@ -401,7 +451,7 @@ class TieredPageStore:
         name = next((n for n in host.pages if n not in host.locked), None)
         if name is None:
             return None
-        if disk is not None and name not in disk.pages:
+        if disk is not None and not self._is_stored(name):
             self._to_disk(group, name, host.settle(host.pages[name]))
         host.drop(name)
         return host.free.pop()
@@ -412,7 +462,7 @@ class TieredPageStore:
         """Encode pages that have no cold copy, into host memory or, without room there, to the disk."""
         hot, host, disk = self._tiers(life_cycle)
         group = self.codec.life_cycles[life_cycle].cold_group
-        missing = [n for n in names if n not in host.pages and not (disk and n in disk.pages)]
+        missing = [n for n in names if n not in host.pages and not self._is_stored(n)]
         todo: list[tuple[Key, int]] = []
         try:
             while len(todo) < len(missing) and (slot := self._host_slot(group)) is not None:
@@ -486,8 +536,13 @@ class TieredPageStore:
                     host.free += [] if target is None else [target]
                     break
                 if target is not None:
-                    if not self._from_disk(disk, name, host.settle(target)):
-                        host.free.append(target)
+                    whole = False
+                    try:
+                        whole = self._from_disk(disk, name, host.settle(target))
+                    finally:
+                        if not whole:
+                            host.free.append(target)
+                    if not whole:
                         break
                     host.pages[name] = target
                     host.locked.add(name)
@@ -513,8 +568,7 @@ class TieredPageStore:
         return brought
 
     def _from_disk(self, disk: DiskTier, name: Key, page: Tensor) -> bool:
-        if not disk.file.read(disk.pages[name], *name, page):
-            disk.drop(name)
+        if not disk.read(name, page):
             self.stats.broken += 1
             return False
         self.stats.disk.onboarded_bytes += page.numel()
@@ -598,4 +652,4 @@ class TieredPageStore:
 
 
 def _share(sizes: int | Mapping[int, int], group: int) -> int:
-    return sizes if isinstance(sizes, int) else sizes.get(group, 0)
+    return operator.index(sizes.get(group, 0) if isinstance(sizes, Mapping) else sizes)

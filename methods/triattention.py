@@ -221,8 +221,8 @@ class TriAttentionManager(KVCacheCompressionManager):
         Raises
         ------
         RuntimeError
-            A request's numbers cannot be: shorter than its last round left it, longer than a round can select
-            from, or with a longer tail than the facts allow. Nothing has changed.
+            A request was not initialised, or its numbers cannot be: shorter than its last round left it, longer than
+            a round can select from or `max_seq_len`, or with a longer tail than the facts allow. Nothing has changed.
         RequestsLostError
             The round failed after it began to move tokens.
         """
@@ -249,7 +249,8 @@ class TriAttentionManager(KVCacheCompressionManager):
                 ids,
             ) from error
         for change in changes:
-            self._compressed[change.request.request_id] = change.compressed
+            if change.request.request_id in self._compressed:  # or finished in `resize`
+                self._compressed[change.request.request_id] = change.compressed
 
     def _due(self, requests: Sequence[Request]) -> list[tuple[Request, DueRequest]]:
         budget, is_due, known, facts = self.config.budget, self.config.is_due, self._compressed, self.facts
@@ -263,12 +264,19 @@ class TriAttentionManager(KVCacheCompressionManager):
                 raise RequestsLostError(
                     f"kvc.methods.TriAttentionManager: request {name!r} was lost in an earlier round", [name]
                 )
+            if name not in known:
+                self._refuse(name, "be one that was initialised and is not finished", "an unknown one")
             compressed = known[name]
+            if prompt < 0:
+                self._refuse(name, "have a prompt of 0 tokens or more", prompt)
             least = budget if compressed else 0
             if source - prompt < least:
                 self._refuse(name, f"have at least {least} generated tokens", source - prompt)
             if not is_due(prompt, source, compressed):
                 continue
+            if source + compressed > facts.max_seq_len:
+                expected = f"count at most {facts.max_seq_len} tokens, max_seq_len"
+                self._refuse(name, expected, source + compressed)
             slot, tail, draft_tail = request.slot, request.tail, request.draft_tail
             if source - prompt > self._width:
                 expected = f"have at most {self._width} generated tokens, the selection width"

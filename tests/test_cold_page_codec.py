@@ -350,7 +350,13 @@ class TestModule:
             tensor = torch.tensor(pairs, dtype=torch.int32)
             with pytest.raises(ValueError, match=text):
                 codec.encode(0, cold.data_ptr(), tensor.data_ptr(), len(pairs))
-        for arguments in ((0, 0, OUT.data_ptr(), 1), (0, cold.data_ptr(), 0, 1), (9, 1, 1, 1), (0, 1, 1, -1)):
+        for arguments in (
+            (0, 0, OUT.data_ptr(), 1),
+            (0, cold.data_ptr(), 0, 1),
+            (9, 1, 1, 1),
+            (9, 0, 0, 0),
+            (0, 1, 1, -1),
+        ):
             with pytest.raises(ValueError, match="must be"):
                 codec.decode(*arguments)
         codec.encode(0, 0, 0, 0)

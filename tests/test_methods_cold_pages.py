@@ -276,6 +276,46 @@ class TestScales:
         with pytest.raises(ValueError, match="JSON"):
             load_kv_scales(tmp_path)
 
+    @pytest.mark.parametrize(
+        "metadata",
+        [
+            {"producer": "modelopt", "quantization": {}},
+            {"producer": {"name": "modelopt"}, "quantization": ["NVFP4"]},
+            ["modelopt"],
+        ],
+    )
+    def test_damaged_metadata_are_an_error(self, metadata: Any, tmp_path: Path) -> None:
+        checkpoint(tmp_path, {scale_name(0, "k"): 0.5})
+        (tmp_path / "hf_quant_config.json").write_text(json.dumps(metadata))
+        with pytest.raises(ValueError, match=r"hf_quant_config\.json must be a JSON object"):
+            load_kv_scales(tmp_path)
+        (tmp_path / "hf_quant_config.json").write_text('{"producer": null, "quantization": null}')
+        assert load_kv_scales(tmp_path) == {}
+        (tmp_path / "hf_quant_config.json").unlink()
+        (tmp_path / "config.json").write_text('{"quantization_config": "modelopt"}')
+        with pytest.raises(ValueError, match=r"quantization_config of .* must be a JSON object, got str"):
+            load_kv_scales(tmp_path)
+
+    @pytest.mark.parametrize("kept", [0, 5, -1])
+    def test_a_file_that_was_cut_off_is_an_error(self, kept: int, tmp_path: Path) -> None:
+        checkpoint(tmp_path, {scale_name(0, "k"): 0.5})
+        file = tmp_path / "model.safetensors"
+        file.write_bytes(file.read_bytes()[:kept])
+        with pytest.raises(ValueError, match=r"model\.safetensors must be a whole safetensors file"):
+            load_kv_scales(tmp_path)
+
+    def test_a_manager_reads_them_when_it_is_made(self, tmp_path: Path) -> None:
+        layers = (LayerFacts(index=0, num_kv_heads=2, head_dim=64),)
+        config = ColdPageConfig(scale_checkpoint_path=tmp_path)
+        with pytest.raises(FileNotFoundError, match="safetensors"):
+            create_kv_cache_compression_manager(config, facts(layers))
+        checkpoint(tmp_path, {scale_name(0, "k"): 0.5, scale_name(0, "v"): 0.25})
+        manager: Any = create_kv_cache_compression_manager(config, facts(layers))
+        (tmp_path / "model.safetensors").unlink()
+        pools = [[torch.zeros(SLOTS, 2, 2, 4, 64, dtype=BF16)]]
+        manager.bind(SimpleNamespace(target=SimpleNamespace(pools=pools), draft=None))
+        assert [b.global_scale for b in manager.codec.layouts[0].layers[0]] == [0.5, 0.25]
+
     def test_only_consolidated_files_are_read_when_there_are_no_others(self, tmp_path: Path) -> None:
         checkpoint(tmp_path, {scale_name(0, "k"): 0.5}, "consolidated.safetensors")
         assert load_kv_scales(tmp_path) == {0: {"k": 0.5}}
@@ -489,5 +529,25 @@ class TestAdmission:
         with pytest.raises(ValueError, match="those of 1 layers"):
             manager.bind(SimpleNamespace(target=SimpleNamespace(pools=pools), draft=None))
         interleaved = torch.zeros(SLOTS, 4, 2, 2, 64, dtype=BF16).transpose(1, 3).transpose(1, 2)
-        with pytest.raises(ValueError, match="one behind the other"):
+        with pytest.raises(ValueError, match="contiguous"):
             manager.bind(SimpleNamespace(target=SimpleNamespace(pools=[[interleaved]]), draft=None))
+        for shape in ((SLOTS, 4, 2, 64), (0, 2, 2, 4, 64)):
+            empty = [[torch.zeros(shape, dtype=BF16)]]
+            with pytest.raises(ValueError, match=r"pools must be .* and not empty"):
+                manager.bind(SimpleNamespace(target=SimpleNamespace(pools=empty), draft=None))
+
+    def test_planes_that_lie_apart_have_the_cold_pages_of_planes_that_do_not(self) -> None:
+        layers = (LayerFacts(index=0, num_kv_heads=2, head_dim=64),)
+        together = torch.randn(SLOTS, 2, 4, 2, 64).to(BF16)
+        apart = together.transpose(
+            0, 1
+        ).contiguous()  # [2, pages, tokens, heads, D], as FlashAttention has it
+        cold = []
+        for pool in (together.transpose(2, 3), apart.permute(1, 0, 3, 2, 4)):
+            manager: Any = create_kv_cache_compression_manager(ColdPageConfig(), facts(layers))
+            manager.bind(SimpleNamespace(target=SimpleNamespace(pools=[[pool]]), draft=None))
+            pages = torch.zeros(1, manager.codec.cold_page_bytes(0), dtype=torch.uint8)
+            manager.codec.encode(0, pages, torch.tensor([[0, 1]], dtype=torch.int32))
+            cold.append(pages)
+        assert cold[0].any()
+        assert torch.equal(*cold)

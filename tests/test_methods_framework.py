@@ -92,6 +92,13 @@ class TestConfig:
             facts(tokens_per_page=0)
         with pytest.raises(pydantic.ValidationError, match="layers"):
             facts(layers=[])
+        with pytest.raises(
+            pydantic.ValidationError, match="tensor_parallel_rank must be below the size of 2"
+        ):
+            facts(tensor_parallel_size=2, tensor_parallel_rank=2)
+        numbers: Any = {"num_q_heads": 4}
+        with pytest.raises(TypeError, match="engine_facts must be EngineFacts, got dict"):
+            methods.create_kv_cache_compression_manager(Config(), numbers)
 
     def test_the_device_gets_an_index(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

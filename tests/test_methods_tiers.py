@@ -451,6 +451,87 @@ class TestDisk:
             TieredPageStore(make_codec(1), host_bytes=-1)
         with make_store(make_codec(1), 1) as store, pytest.raises(ValueError, match="different"):
             store.acquire(0, [key(0), key(0)])
+        with pytest.raises(ValueError, match="max_ctas"):
+            TieredPageStore(make_codec(1), max_ctas=-1)
+        with pytest.raises(TypeError, match="integer"):
+            TieredPageStore(make_codec(1), host_bytes=1e9)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="what one call writes"):
+            PageFile(tmp_path / "large", 1 << 31, 1, bytes(16))
+        with pytest.raises(ValueError, match="tokens_per_page"):
+            prefix_keys([1], 0)
+        TieredPageStore(make_codec(1), disk_bytes=1 << 20, folder=str(tmp_path)).close()
+
+    def test_slots_that_cannot_be_change_nothing(self) -> None:
+        with make_store(make_codec(3), 1) as store:
+            slots = store.allocate(0, 2)
+            for wrong in (-1, 3):
+                with pytest.raises(ValueError, match=r"slots must be in \[0, 3\)"):
+                    store.release(0, [slots[0], wrong])
+                with pytest.raises(ValueError, match=r"slots must be in \[0, 3\)"):
+                    store.commit(0, [slots[0], wrong], [key(0), key(1)])
+            with pytest.raises(ValueError, match="slots must be different"):
+                store.commit(0, [slots[0]] * 2, [key(0), key(1)])
+            with pytest.raises(ValueError, match="count"):
+                store.allocate(0, -1)
+            assert store.lookup(0, [key(0)]) == store.lookup(0, [key(1)]) == 0
+            store.release(0, slots)
+            assert sorted(store.allocate(0, 3)) == [0, 1, 2]
+
+    def test_an_unreadable_disk_costs_no_slot(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        with make_store(make_codec(2), 2, 8, tmp_path) as store:
+            add(store, 0, 1)
+            store.flush()
+        with make_store(make_codec(2), 2, 8, tmp_path) as store:
+
+            def unreadable(*_: object) -> int:
+                raise OSError(errno.EIO, "input/output error")
+
+            monkeypatch.setattr(os, "preadv", unreadable)
+            for _ in range(4):
+                with pytest.raises(OSError, match="input/output"):
+                    store.acquire(0, [key(0), key(1)])
+            monkeypatch.undo()
+            assert (len(store._host[0].free), store._hot[0].reachable()) == (2, 2)
+            assert same_bytes(get(store, 0)[0], content(0))
+
+    @pytest.mark.parametrize("host", [0, 2])
+    @pytest.mark.parametrize("leave", [False, True], ids=["flush", "evict"])
+    def test_a_torn_record_is_no_reason_not_to_write(self, host: int, leave: bool, tmp_path: Path) -> None:
+        with make_store(make_codec(1), 0, 4, tmp_path) as store:
+            add(store, 0)
+            store.flush()
+        os.truncate(next(tmp_path.glob("*.kvc")), 4096 + 100)
+        with make_store(make_codec(1), host, 4, tmp_path) as store:
+            add(store, 0)  # computed anew, without a look at the disk
+            if leave:
+                store.release(0, store.allocate(0, 1))
+            store.flush()
+            assert store.on_disk(0, key(0))
+            assert store.stats.broken == 1
+        with make_store(make_codec(1), 0, 4, tmp_path) as store:
+            assert same_bytes(get(store, 0)[0], content(0))
+
+    def test_whether_an_inherited_page_is_on_disk_is_read(self, tmp_path: Path) -> None:
+        with make_store(make_codec(1), 0, 4, tmp_path) as store:
+            add(store, 0)
+            add(store, 1)
+            store.flush()
+        file = next(tmp_path.glob("*.kvc"))
+        os.truncate(file, file.stat().st_size - 1)
+        with make_store(make_codec(1), 0, 4, tmp_path) as store:
+            assert [store.on_disk(0, key(n)) for n in range(3)] == [True, False, False]
+
+    def test_a_flush_keeps_what_is_still_on_the_gpu(self, tmp_path: Path) -> None:
+        with make_store(make_codec(3), 0, 3, tmp_path) as store:
+            add(store, 0)
+            pinned = store.acquire(0, [key(0)])
+            store.flush()
+            add(store, 1)
+            add(store, 2)
+            add(store, 3)  # 1 leaves; the file is full with the next
+            store.flush()
+            assert [store.on_disk(0, key(n)) for n in range(4)] == [True, False, True, True]
+            store.release(0, pinned)
 
     def test_one_call_a_page(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = {"pwritev": 0, "preadv": 0}

@@ -186,6 +186,27 @@ class TestTrigger:
         manager.on_generation_step_end(engine.running)
         assert manager.compressed("a") == 252
 
+    def test_unknown_requests_are_refused(self) -> None:
+        manager, engine = start(config(), facts())
+        request = engine.admit("a", 2)
+        engine.append(request, 9)
+        with pytest.raises(RuntimeError, match="'a' must be one that was initialised"):
+            manager.on_generation_step_end([request])
+        manager.on_request_init(request)
+        manager.on_request_finish(request)
+        with pytest.raises(RuntimeError, match="'a' must be one that was initialised and is not finished"):
+            manager.on_generation_step_end([request])
+        assert engine.changes == []
+
+    def test_a_request_may_finish_in_resize(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        manager, engine = start(config(), facts())
+        request = admit(manager, engine, 2)
+        engine.append(request, 9)
+        monkeypatch.setattr(engine, "resize", lambda *_: manager.on_request_finish(request))
+        manager.on_generation_step_end([request])
+        manager.on_request_init(request)  # nothing is left of the one before
+        assert manager.compressed("a") == 0
+
     def test_numbers_that_cannot_be_are_refused(self) -> None:
         manager, engine = start(config(), facts(max_tail=2))
         request = admit(manager, engine, 4)
@@ -199,6 +220,12 @@ class TestTrigger:
         request.slot = 0
         with pytest.raises(RuntimeError, match="a slot of its own below 4, got 0"):
             manager.on_generation_step_end([request, request])
+        request.prompt_length = -4
+        with pytest.raises(RuntimeError, match="a prompt of 0 tokens or more, got -4"):
+            manager.on_generation_step_end([request])
+        request.prompt_length, request.length = 4000, 4097
+        with pytest.raises(RuntimeError, match="at most 4096 tokens, max_seq_len, got 4097"):
+            manager.on_generation_step_end([request])
         request.prompt_length, request.length = 60, 60 * 4 + 15
         with pytest.raises(RuntimeError, match="page table of 256 tokens, got 257"):
             manager.on_generation_step_end(engine.running)

@@ -269,10 +269,10 @@ class PageCodec final : public ColdPageCodec {
   bool move(int32_t layer_group, void* cold, const PageIndexPair* pairs, int64_t count, void* stream,
             bool encode) const noexcept {
     return guarded([&] {
-      if (count == 0) return;
       const Group* group = find(layer_group);
       if (group == nullptr) refuse("layer_group", "a configured one", text(layer_group));
       if (count < 0) refuse("count", ">= 0", text(count));
+      if (count == 0) return;
       if (cold == nullptr) refuse("cold_base", "memory", "null");
       if (pairs == nullptr) refuse("pairs", "an array", "null");
       check_pairs(pairs, count, group->hot_slots, encode);
