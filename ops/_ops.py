@@ -281,6 +281,16 @@ _SCHEMA_MISMATCH = re.compile(
 )
 
 
+def _refuse_none(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """torch hands None to an op as an undefined tensor, of which the op can only say that a call on it failed."""
+    names = [argument.name for argument in op._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    for argument in op._schema.arguments:
+        if isinstance(argument.type, torch.TensorType) and given.get(argument.name, op) is None:
+            op_name = op._schema.name.split("::")[1]
+            raise TypeError(f"{NAMESPACE}.{op_name}: {argument.name} must be a Tensor, got None") from None
+
+
 def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run an op and give its argument errors their Python type.
 
@@ -297,6 +307,7 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             op_name, wanted, argument, found = mismatch.groups()
             raise TypeError(f"{NAMESPACE}.{op_name}: {argument} must be a {wanted}, got a {found}") from None
         if not text.startswith(f"{NAMESPACE}."):
+            _refuse_none(op, args, kwargs)
             raise
         kind = NotImplementedError if " must be one of the built architectures" in text else TypeError
         raise kind(text) from None

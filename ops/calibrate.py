@@ -34,6 +34,27 @@ def _wide(console: "Console") -> "Console":
     return console if console.width >= TABLE_COLUMNS else Console(width=TABLE_COLUMNS)
 
 
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before a model has read a long text for it."""
+    import typer
+
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
+def _picture(path: Path | None) -> Path | None:
+    import typer
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if path is not None and path.suffix[1:].lower() not in kinds:
+        raise typer.BadParameter(
+            f"the name of a picture must end in one of {', '.join(kinds)}, got {path.name}"
+        )
+    return _in_a_folder(path)
+
+
 def build_app() -> "Typer":
     """The command line; importing its libraries waits until here."""
     try:
@@ -59,7 +80,10 @@ def build_app() -> "Typer":
     def collect(
         model: Annotated[str, typer.Argument(help="Folder or name of a Hugging Face causal language model.")],
         text: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="Plain text, UTF-8.")],
-        output: Annotated[Path, typer.Argument(dir_okay=False, help="The .safetensors file to write.")],
+        output: Annotated[
+            Path,
+            typer.Argument(dir_okay=False, callback=_in_a_folder, help="The .safetensors file to write."),
+        ],
         gguf: Annotated[str | None, typer.Option(help="Name of a GGUF file in the model's folder.")] = None,
         device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
         dtype: Annotated[DType, typer.Option(help="What the model computes in.")] = DType.auto,
@@ -69,9 +93,15 @@ def build_app() -> "Typer":
         ] = None,
         chunk: Annotated[int, typer.Option(min=1, help="Tokens of one forward pass.")] = 512,
         max_tokens: Annotated[int | None, typer.Option(min=1, help="Read no more than this.")] = None,
-        plot: Annotated[Path | None, typer.Option(help="Also draw the report here (PNG, SVG, PDF).")] = None,
+        plot: Annotated[
+            Path | None, typer.Option(callback=_picture, help="Also draw the report here (PNG, SVG, PDF).")
+        ] = None,
     ) -> None:
         """Measure where a model's queries lie before rotation, on a text."""
+        try:
+            torch.device(device)
+        except RuntimeError as error:
+            raise typer.BadParameter(f"{device} is no device", param_hint="--device") from error
         if torch.device(device).type == "cuda" and not torch.cuda.is_available():
             raise typer.BadParameter("this PyTorch sees no CUDA device", param_hint="--device")
         options: dict[str, Any] = {} if gguf is None else {"gguf_file": gguf}
@@ -127,7 +157,9 @@ def build_app() -> "Typer":
             str | None,
             typer.Option(help="Refuse the file unless it belongs to this model. Needed for .pt files."),
         ] = None,
-        plot: Annotated[Path | None, typer.Option(help="Also draw it here (PNG, SVG, PDF).")] = None,
+        plot: Annotated[
+            Path | None, typer.Option(callback=_picture, help="Also draw it here (PNG, SVG, PDF).")
+        ] = None,
     ) -> None:
         """Say how concentrated the queries in a file are."""
         config = None if model is None else transformers.AutoConfig.from_pretrained(model)

@@ -38,12 +38,21 @@ FREQUENCY_TOLERANCE = 1e-5  # relative, of inv_freq and of the attention factor
 STATISTICS = ("q_mean_real", "q_mean_imag", "q_norm_excess")
 FREQUENCIES = ("freq_scale_sq", "omega")
 _FLAT_KEYS = {"E_q", "E_q_norm", "omega", "freq_scale_sq"}
-_HEAD_KEY = re.compile(r"layer(\d+)_head(\d+)")
+_HEAD_KEY = re.compile(r"layer([0-9]{1,9})_head([0-9]{1,9})")
 _HEAD_STATISTICS = ("q_mean_real", "q_mean_imag", "q_abs_mean")
 
 
 def _refusal(what: str, expected: object, got: object) -> ValueError:
     return ValueError(f"kvc.calibration: {what} must be {expected}, got {got}")
+
+
+def _not_dense(value: object) -> str | None:
+    """What a value is instead of a tensor whose numbers lie in memory, None where it is one."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    if value.is_meta or value.is_nested or value.layout != torch.strided:
+        return f"a {'meta' if value.is_meta else 'nested' if value.is_nested else value.layout} tensor"
+    return f"a tensor of {value.dtype}" if value.is_quantized else None
 
 
 def _offsets() -> Tensor:
@@ -91,6 +100,9 @@ class Calibration:
     rope: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in (*STATISTICS, *FREQUENCIES, "offsets"):
+            if kind := _not_dense(getattr(self, name)):
+                raise TypeError(f"kvc.calibration: {name} must be a dense tensor, got {kind}")
         shape = self.q_mean_real.shape
         if len(shape) != 3 or 0 in shape:
             raise _refusal("q_mean_real", "[layers, query_heads, F], none of them 0", list(shape))
@@ -112,6 +124,8 @@ class Calibration:
             )
         if self.num_kv_heads is not None and (self.num_kv_heads < 1 or shape[1] % self.num_kv_heads):
             raise _refusal("num_kv_heads", f"a divisor of the {shape[1]} query heads", self.num_kv_heads)
+        if self.tokens_seen < 0:
+            raise _refusal("tokens_seen", "at least 0", self.tokens_seen)
 
     @property
     def num_layers(self) -> int:
@@ -476,7 +490,10 @@ def collect(
     Raises
     ------
     ValueError
-        For a model that the score cannot describe, an empty text, numbers out of range, queries that are not finite.
+        For a model that the score cannot describe, an empty text, numbers or token ids out of range, queries that are
+        not finite.
+    TypeError
+        For tokens that are no integers in dense tensors.
     """
     stride = window if stride is None else stride
     for what, value, largest in (
@@ -488,8 +505,12 @@ def collect(
         if value is not None and (value < 1 or (largest is not None and value > largest)):
             raise _refusal(what, f"1 to {largest}" if largest else "at least 1", value)
     geometry = _geometry(model)
+    if not isinstance(model, torch.nn.Module):
+        raise _refusal("model", "a model, which can read the text", type(model).__name__)
     sums = _QuerySums(geometry)
-    parts = _limited([tokens] if isinstance(tokens, Tensor) else tokens, max_tokens)
+    embeddings: Any = model.get_input_embeddings()  # type: ignore[operator]
+    vocabulary = getattr(embeddings, "num_embeddings", None)
+    parts = _limited([tokens] if isinstance(tokens, Tensor) else tokens, max_tokens, vocabulary)
     training = model.training
     model.eval()
     try:
@@ -505,11 +526,17 @@ def collect(
     return sums.calibration()
 
 
-def _limited(parts: Iterable[Tensor], count: int | None) -> Iterator[Tensor]:
+def _limited(parts: Iterable[Tensor], count: int | None, vocabulary: int | None) -> Iterator[Tensor]:
     for part in parts:
-        if part.dtype.is_floating_point or part.dtype == torch.bool:
+        if kind := _not_dense(part):
+            raise TypeError(f"kvc.calibration: tokens must be one dense tensor or several, got {kind}")
+        if part.dtype.is_floating_point or part.dtype.is_complex or part.dtype == torch.bool:
             raise TypeError(f"kvc.calibration: tokens must be integers, got {part.dtype}")
         flat = part.reshape(-1).long()
+        if vocabulary is not None and len(flat) > 0:  # on a GPU an embedding of another one is a device trap
+            low, high = (int(value) for value in flat.aminmax())
+            if low < 0 or high >= vocabulary:
+                raise _refusal("tokens", f"0 to {vocabulary - 1}", low if low < 0 else high)
         yield flat if count is None else flat[:count]
         if count is not None:
             count -= min(count, len(flat))
@@ -596,7 +623,11 @@ def save(calibration: Calibration, path: Path | str) -> None:
         "rope": json.dumps(dict(calibration.rope), sort_keys=True),
     }
     names = (*STATISTICS, *FREQUENCIES, "offsets")
-    save_file({n: getattr(calibration, n).cpu().contiguous() for n in names}, str(path), metadata)
+    # Copies, since tensors that share memory are refused.
+    tensors = {
+        n: torch.clone(getattr(calibration, n).cpu(), memory_format=torch.contiguous_format) for n in names
+    }
+    save_file(tensors, str(path), metadata)
 
 
 def load(path: Path | str, model: Any = None) -> Calibration:
@@ -623,8 +654,8 @@ def load(path: Path | str, model: Any = None) -> Calibration:
     FileNotFoundError
         When there is no such file.
     ValueError
-        For a file of another kind or version, missing heads or entries, wrong shapes, numbers that are not finite,
-        and another model's statistics.
+        For a file of another kind or version, missing heads or entries, wrong shapes and dtypes, numbers that are not
+        finite, and another model's statistics.
     """
     path = Path(path)
     geometry = None if model is None else _geometry(model)
@@ -662,13 +693,16 @@ def _load_own(path: Path) -> Calibration:
         raise _refusal(f"metadata of {path.name}", "complete and readable", repr(error)) from error
     if not isinstance(rope, dict):
         raise _refusal(f"rope in {path.name}", "a JSON object", rope)
-    calibration = Calibration(
-        **tensors,
-        num_kv_heads=numbers["num_kv_heads"],
-        model=model,
-        tokens_seen=numbers["tokens_seen"],
-        rope=rope,
-    )
+    try:
+        calibration = Calibration(
+            **tensors,
+            num_kv_heads=numbers["num_kv_heads"],
+            model=model,
+            tokens_seen=numbers["tokens_seen"],
+            rope=rope,
+        )
+    except TypeError as error:  # a dtype: of a file that is as wrong as a shape
+        raise ValueError(str(error)) from error
     for name in ("num_layers", "num_query_heads", "head_dim"):
         if getattr(calibration, name) != numbers[name]:
             raise _refusal(f"{name} of the tensors in {path.name}", numbers[name], getattr(calibration, name))
@@ -696,9 +730,9 @@ def _load_official(path: Path, geometry: _Geometry | None) -> Calibration:
 def _from_flat(content: dict[str, Any], source: str) -> Calibration:
     for key in sorted(_FLAT_KEYS):
         value = content[key]
-        if not isinstance(value, Tensor) or value.is_complex() != (key == "E_q"):
+        if (got := _not_dense(value)) or value.is_complex() != (key == "E_q"):
             kind = "a complex tensor" if key == "E_q" else "a real tensor"
-            raise _refusal(f"{key} in {source}", kind, getattr(value, "dtype", type(value).__name__))
+            raise _refusal(f"{key} in {source}", kind, got or value.dtype)
     mean, norm = content["E_q"].to(torch.complex128), content["E_q_norm"].double()
     if norm.shape != mean.shape:
         raise _refusal(f"E_q_norm in {source}", f"of shape {list(mean.shape)}", list(norm.shape))
@@ -728,12 +762,14 @@ def _from_heads(content: dict[str, Any], source: str, geometry: _Geometry | None
         "rope_theta": geometry.rope.get("rope_theta"),
     }
     for key, value in expected.items():
-        if metadata.get(key, value) != value:
+        if isinstance(metadata.get(key), Tensor) or metadata.get(key, value) != value:
             raise _refusal(f"{key} in {source}", f"{value} as in {geometry.name}", metadata[key])
     parsed = {_HEAD_KEY.fullmatch(str(key)): key for key in stats}
     if None in parsed:
         raise _refusal(f"stats in {source}", "named layer<l>_head<h>", parsed[None])
     keys = {(int(match[1]), int(match[2])): key for match, key in parsed.items() if match is not None}
+    if len(keys) != len(parsed):
+        raise _refusal(f"stats in {source}", "one entry for each head", "two with the same numbers")
     wanted = {(layer, head) for layer in range(geometry.layers) for head in range(geometry.query_heads)}
     shape = f"{geometry.layers} layers of {geometry.query_heads} query heads as in {geometry.name}"
     if missing := sorted(wanted - keys.keys()):
@@ -749,9 +785,10 @@ def _from_heads(content: dict[str, Any], source: str, geometry: _Geometry | None
         rows = []
         for head_index in sorted(wanted):
             key = keys[head_index]
-            row = stats[key].get(name) if isinstance(stats[key], dict) else None
-            if not isinstance(row, Tensor) or row.shape != (geometry.head_dim // 2,) or row.is_complex():
-                got = f"{row.dtype} {list(row.shape)}" if isinstance(row, Tensor) else type(row).__name__
+            row: Any = stats[key].get(name) if isinstance(stats[key], dict) else None
+            got = _not_dense(row)
+            if got or row.shape != (geometry.head_dim // 2,) or row.is_complex():
+                got = got or f"{row.dtype} {list(row.shape)}"
                 raise _refusal(
                     f"{name} of {key} in {source}", f"a real tensor [{geometry.head_dim // 2}]", got
                 )

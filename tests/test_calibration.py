@@ -282,6 +282,23 @@ class TestCollect:
             calibration.collect(llama, text(0))
         with pytest.raises(TypeError, match=r"tokens must be integers, got torch\.float32"):
             calibration.collect(llama, torch.zeros(4))
+        with pytest.raises(TypeError, match=r"tokens must be integers, got torch\.complex64"):
+            calibration.collect(llama, torch.zeros(4, dtype=torch.complex64))
+        with pytest.raises(TypeError, match="tokens must be one dense tensor or several, got int"):
+            calibration.collect(llama, [1, 2])  # type: ignore[list-item]
+
+    @pytest.mark.parametrize("token", [-1, "vocab_size"])
+    def test_refuses_tokens_that_the_model_does_not_have(self, llama: Any, token: int | str) -> None:
+        size = llama.config.vocab_size
+        wrong = size if token == "vocab_size" else token
+        with pytest.raises(ValueError, match=rf"tokens must be 0 to {size - 1}, got {wrong}$"):
+            calibration.collect(llama, [text(5), torch.tensor([size - 1, wrong])])
+
+    def test_refuses_a_configuration(self, llama: Any) -> None:
+        with pytest.raises(
+            ValueError, match="model must be a model, which can read the text, got LlamaConfig"
+        ):
+            calibration.collect(llama.config, text(5))
 
     def test_refuses_queries_that_are_not_finite(self) -> None:
         model = tiny()
@@ -360,6 +377,10 @@ class TestCalibration:
             ({"offsets": torch.ones(0, dtype=torch.int64)}, ValueError, "offsets must be int64"),
             ({"offsets": torch.ones(3)}, ValueError, "offsets must be int64"),
             ({"num_kv_heads": 3}, ValueError, "num_kv_heads must be a divisor of the 4 query heads, got 3"),
+            ({"tokens_seen": -1}, ValueError, "tokens_seen must be at least 0, got -1"),
+            ({"q_mean_real": None}, TypeError, "q_mean_real must be a dense tensor, got NoneType"),
+            ({"omega": torch.ones(16).to_sparse()}, TypeError, "omega must be a dense tensor, got a torch.sparse_coo"),
+            ({"offsets": torch.ones(3, device="meta")}, TypeError, "offsets must be a dense tensor, got a meta"),
         ],
     )  # fmt: skip
     def test_is_checked_when_made(
@@ -419,6 +440,11 @@ class TestFile:
         shape = [metadata[n] for n in ("num_layers", "num_query_heads", "num_kv_heads", "head_dim")]
         assert shape == ["3", "4", "2", "32"]
         assert json.loads(metadata["rope"]) == measured.rope
+
+    def test_tensors_that_share_memory_are_written(self, measured: Calibration, tmp_path: Path) -> None:
+        shared = dataclasses.replace(measured, q_mean_imag=measured.q_mean_real)
+        calibration.save(shared, tmp_path / "c.safetensors")
+        assert calibration.load(tmp_path / "c.safetensors").q_mean_imag.equal(measured.q_mean_real)
 
     def test_unknown_kv_heads_are_not_written(self, measured: Calibration, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="num_kv_heads must be known"):
@@ -508,7 +534,7 @@ class TestFile:
         else:
             tensors["omega"] = tensors["omega"].half()
         safetensors_torch.save_file(tensors, path, metadata)
-        with pytest.raises((ValueError, TypeError), match=r"^kvc\.calibration: .* must be "):
+        with pytest.raises(ValueError, match=r"^kvc\.calibration: .* must be "):
             calibration.load(path)
 
     def test_damaged_files_are_refused(self, measured: Calibration, tmp_path: Path) -> None:
@@ -621,6 +647,10 @@ class TestOfficialFiles:
             ({"stats": [1]}, "stats and metadata in stats.pt must be dictionaries"),
             ({"stats": {}, "metadata": 3}, "stats and metadata in stats.pt must be dictionaries"),
             ({"stats": {}}, "stats in stats.pt must be .*got 12 missing"),
+            ({**flat(), "E_q": flat()["E_q"].to_sparse()}, "E_q in stats.pt must be a complex tensor, got a torch"),
+            ({**flat(), "omega": torch.ones(16, device="meta")}, "omega in stats.pt must be a real tensor, got a meta"),
+            ({"stats": {"layer0_head0": {}, "layer00_head00": {}}}, "stats in stats.pt must be one entry for each"),
+            ({"stats": {f"layer{'9' * 5000}_head0": {}}}, "stats in stats.pt must be named"),
         ],
     )  # fmt: skip
     def test_wrong_content_is_refused(self, llama: Any, tmp_path: Path, content: Any, message: str) -> None:
@@ -633,6 +663,7 @@ class TestOfficialFiles:
             ({"q_mean_real": torch.ones(16), "q_mean_imag": torch.ones(16)}, "q_abs_mean of .* got NoneType"),
             ({"q_mean_real": torch.ones(8)}, r"q_mean_real of .* must be a real tensor \[16\], got .* \[8\]"),
             ([1.0], "q_mean_real of layer01_head02 in stats.pt must be a real tensor"),
+            ({"q_mean_real": torch.ones(16, device="meta")}, "q_mean_real of .* a real tensor .* got a meta tensor"),
             (dict.fromkeys(("q_mean_real", "q_mean_imag", "q_abs_mean"), torch.full((16,), torch.inf)),
              "q_mean_real must be finite, got 16"),
         ],
@@ -650,13 +681,16 @@ class TestOfficialFiles:
             ("num_layers", 4),
             ("num_attention_heads", 8),
             ("num_kv_heads", 1),
+            ("num_kv_heads", torch.ones(2)),
             ("rope_theta", 5e5),
         ],
     )
     def test_wrong_description_is_refused(self, llama: Any, tmp_path: Path, key: str, value: Any) -> None:
         content = per_head()
         content["metadata"][key] = value
-        with pytest.raises(ValueError, match=rf"^kvc\.calibration: {key} in stats.pt must be .* got {value}"):
+        with pytest.raises(
+            ValueError, match=rf"^kvc\.calibration: {key} in stats.pt must be .* got {re.escape(str(value))}"
+        ):
             calibration.load(self.write(tmp_path, content), llama)
 
     def test_code_in_a_file_does_not_run(self, llama: Any, tmp_path: Path) -> None:
@@ -756,6 +790,16 @@ class TestCommand:
         output = tmp_path / "c.safetensors"
         assert run("collect", on_disk, on_disk / "text.txt", output, *options).exit_code == 2
         assert not output.exists()
+
+    def test_refuses_what_cannot_be_written_before_the_model_runs(
+        self, on_disk: Path, tmp_path: Path
+    ) -> None:
+        arguments = ("collect", on_disk, on_disk / "text.txt")
+        assert run(*arguments, tmp_path / "nowhere" / "c.safetensors").exit_code == 2
+        for picture in (tmp_path / "nowhere" / "c.png", tmp_path / "c.unknown"):
+            assert run(*arguments, tmp_path / "c.safetensors", "--plot", picture).exit_code == 2
+        assert run(*arguments, tmp_path / "c.safetensors", "--device", "banana").exit_code == 2
+        assert not list(tmp_path.iterdir())
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
     def test_says_that_there_is_no_gpu(self, on_disk: Path, tmp_path: Path) -> None:

@@ -687,6 +687,8 @@ ERRORS: list[tuple[dict[str, Any], type, str]] = [
     ({"width": -1}, ValueError, "width must be in [0, 2^31), got -1"),
     ({"width": 1 << 31}, ValueError, "width must be in [0, 2^31), got 2147483648"),
     ({"width": 1.5}, TypeError, "width must be a int, got a float"),
+    ({"q_mean_real": None}, TypeError, "q_mean_real must be a Tensor, got None"),
+    ({"page_table": None}, TypeError, "page_table must be a Tensor, got None"),
     (
         {"out": torch.zeros(2, 2, 96)},
         ValueError,
