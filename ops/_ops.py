@@ -283,11 +283,11 @@ _SCHEMA_MISMATCH = re.compile(
 
 def _refuse_none(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """torch hands None to an op as an undefined tensor, of which the op can only say that a call on it failed."""
-    names = [argument.name for argument in op._schema.arguments]
-    given = dict(zip(names, args, strict=False)) | kwargs
-    for argument in op._schema.arguments:
+    schema = (op.default if isinstance(op, torch._ops.OpOverloadPacket) else op)._schema
+    given = dict(zip([argument.name for argument in schema.arguments], args, strict=False)) | kwargs
+    for argument in schema.arguments:
         if isinstance(argument.type, torch.TensorType) and given.get(argument.name, op) is None:
-            op_name = op._schema.name.split("::")[1]
+            op_name = schema.name.split("::")[1]
             raise TypeError(f"{NAMESPACE}.{op_name}: {argument.name} must be a Tensor, got None") from None
 
 

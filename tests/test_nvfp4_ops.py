@@ -721,6 +721,8 @@ class TestBadInput:
 
     def test_arguments_of_another_python_type(self) -> None:
         wrong: Any = [1.0]
+        with pytest.raises(TypeError, match=r"^kvc.nvfp4_quantize: x must be a Tensor, got None$"):
+            kvc.nvfp4_quantize(None)  # type: ignore[arg-type]
         with pytest.raises(TypeError, match=r"^kvc.nvfp4_quantize: x must be a Tensor, got a list$"):
             kvc.nvfp4_quantize(wrong)
         with pytest.raises(TypeError, match=r"^kvc.encode_pages_: max_ctas must be a int, got a str$"):
