@@ -263,6 +263,8 @@ def draw(folder: Path, runs: Runs) -> list[Path]:
             axes.legend(frameon=False, fontsize=8)
             axes.set_title(place, fontsize=8, color="0.3")
             figure.savefig(folder / name, metadata={"Date": None})
+            text = (folder / name).read_text()  # matplotlib ends lines in spaces
+            (folder / name).write_text("\n".join(line.rstrip() for line in text.splitlines()) + "\n")
             written.append(folder / name)
     return written
 
