@@ -16,8 +16,6 @@ import kvc
 import pytest
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from bench import common
@@ -282,22 +280,15 @@ def cpu_rows() -> list[Row]:
     return rows
 
 
+def notes_of(r: Row) -> list[str]:
+    notes = [f"{r['of_ordered_time']:.3f} of ordered"] if "of_ordered_time" in r else []
+    notes += [f"peak +{r['peak_bytes'] / 2**20:.0f} MiB"] if "peak_bytes" in r else []
+    notes += [f"{r['speedup']:.1f}x"] if "speedup" in r else []
+    return notes
+
+
 def show(rows: list[Row]) -> None:
-    table = Table("case", "us", "GB/s", "share", "bar", "note")
-    for r in rows:
-        notes = [f"{r['of_ordered_time']:.3f} of ordered"] if "of_ordered_time" in r else []
-        notes += [f"peak +{r['peak_bytes'] / 2**20:.0f} MiB"] if "peak_bytes" in r else []
-        notes += [f"{r['speedup']:.1f}x"] if "speedup" in r else []
-        bar = f"{r['bar_us']:.0f} us" if r.get("bar_us") else str(r["bar"]) if r.get("bar") else ""
-        table.add_row(
-            r["case"],
-            f"{r['us']:.1f}",
-            f"{r['gb_per_s']:.1f}" if "gb_per_s" in r else "",
-            f"{r['share']:.3f}" if "share" in r else "",
-            bar,
-            ", ".join(notes),
-        )
-    Console(width=140).print(table)
+    common.show(rows, notes_of, width=140)
 
 
 PARTS = "compaction,idle,baseline,packing,host,cpu"

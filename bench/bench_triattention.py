@@ -23,8 +23,6 @@ import kvc
 import pytest
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from bench import common
@@ -264,22 +262,15 @@ def cpu_rows() -> list[Row]:
     return [{"case": f"CPU union: 2 requests x 1,024, 2 layers, {torch.get_num_threads()} threads", **result}]
 
 
+def notes_of(r: Row) -> list[str]:
+    notes = [f"peak +{r['peak_bytes'] / 2**20:.0f} MiB"] if "peak_bytes" in r else []
+    notes += [f"{r['of_kvc']:.1f} times kvc's time"] if "of_kvc" in r else []
+    notes += [f"differs by {r['largest_difference']:.1e}"] if "largest_difference" in r else []
+    return notes
+
+
 def show(rows: list[Row]) -> None:
-    table = Table("case", "us", "GB/s", "share", "bar", "note")
-    for r in rows:
-        notes = [f"peak +{r['peak_bytes'] / 2**20:.0f} MiB"] if "peak_bytes" in r else []
-        notes += [f"{r['of_kvc']:.1f} times kvc's time"] if "of_kvc" in r else []
-        notes += [f"differs by {r['largest_difference']:.1e}"] if "largest_difference" in r else []
-        bar = f"{r['bar_us']:.0f} us" if r.get("bar_us") else str(r["bar"]) if r.get("bar") else ""
-        table.add_row(
-            r["case"],
-            f"{r['us']:.1f}",
-            f"{r['gb_per_s']:.1f}" if "gb_per_s" in r else "",
-            f"{r['share']:.3f}" if "share" in r else "",
-            bar,
-            ", ".join(notes),
-        )
-    Console(width=150).print(table)
+    common.show(rows, notes_of, width=150)
 
 
 PARTS = "score,triton,compiled,phase,host,cpu"

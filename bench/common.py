@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.table import Table
 
 GIB = 1 << 30
 Times = list[float]
@@ -121,6 +122,22 @@ def rate(moved: float, times: Sequence[float]) -> dict[str, float]:
 
 def row(name: str, result: dict[str, float], ceiling: float, bar: float | None = None, **extra: Any) -> Row:
     return {"case": name, **result, "share": result["gb_per_s"] / ceiling, "bar": bar, **extra}
+
+
+def show(rows: list[Row], notes: Callable[[Row], list[str]], width: int) -> None:
+    """Print time, rate and bar of each row, and what ``notes`` says of it."""
+    table = Table("case", "us", "GB/s", "share", "bar", "note")
+    for r in rows:
+        bar = f"{r['bar_us']:.0f} us" if r.get("bar_us") else str(r["bar"]) if r.get("bar") else ""
+        table.add_row(
+            r["case"],
+            f"{r['us']:.1f}",
+            f"{r['gb_per_s']:.1f}" if "gb_per_s" in r else "",
+            f"{r['share']:.3f}" if "share" in r else "",
+            bar,
+            ", ".join(notes(r)),
+        )
+    Console(width=width).print(table)
 
 
 def sm_clock_mhz() -> int | None:

@@ -23,7 +23,6 @@ import kvc
 import torch
 import typer
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -322,13 +321,7 @@ def main(
     start = time.perf_counter()
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    console = Console()
-    if console.width < TABLE_COLUMNS:
-        console = Console(width=TABLE_COLUMNS)  # a pipe reports 80, which would cut the numbers
-
-    def say(text: str) -> None:
-        console.print(f"[dim]{time.perf_counter() - start:6.1f} s[/dim]  {escape(text)}", highlight=False)
-
+    console, say = smollm.narrator(TABLE_COLUMNS)
     say("loading SmolLM2-135M-Instruct from its GGUF file")
     lm = smollm.load(device)
     ids = smollm.english_tokens(lm.tokenizer, tokens + scored + 1, device)

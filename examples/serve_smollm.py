@@ -46,7 +46,6 @@ from kvc.methods import (
     prefix_keys,
 )
 from rich import box
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
@@ -535,13 +534,7 @@ def main(
         raise typer.BadParameter(f"there is no folder {json_path.parent}", param_hint="--json")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    console = Console()
-    if console.width < TABLE_COLUMNS:
-        console = Console(width=TABLE_COLUMNS)  # a pipe reports 80, which would cut the numbers
-
-    def say(text: str) -> None:
-        console.print(f"[dim]{time.perf_counter() - start:6.1f} s[/dim]  {escape(text)}", highlight=False)
-
+    console, say = smollm.narrator(TABLE_COLUMNS)
     say("loading SmolLM2-135M-Instruct from its GGUF file")
     lm = smollm.load(device)
     needed = system + conversations * turns * user

@@ -8,6 +8,8 @@ ships as ``pydoc_data.topics``.
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -78,3 +80,20 @@ def english_tokens(tokenizer: Any, count: int, device: torch.device | str = "cpu
     if ids.shape[1] < count:
         raise ValueError(f"the text has {ids.shape[1]} tokens, {count} are needed")
     return ids[:, :count].to(device)
+
+
+def narrator(columns: int) -> tuple[Any, Callable[[str], None]]:
+    """A console at least ``columns`` wide, since a pipe reports 80, which would cut numbers, and a function that prints
+    a line with the seconds since now."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    start = time.perf_counter()
+    console = Console()
+    if console.width < columns:
+        console = Console(width=columns)
+
+    def say(text: str) -> None:
+        console.print(f"[dim]{time.perf_counter() - start:6.1f} s[/dim]  {escape(text)}", highlight=False)
+
+    return console, say

@@ -48,3 +48,23 @@ def debug_mode() -> Iterator[None]:
     kvc.set_debug(True)
     yield
     kvc.set_debug(False)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Any:
+    """A model of two layers and 96 tokens, as the examples describe theirs; their tests put examples/ on the path."""
+    import smollm
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=96,
+        initializer_range=0.2,
+    )
+    return smollm.describe(LlamaForCausalLM(config).eval())

@@ -23,24 +23,6 @@ import smollm  # noqa: E402
 VOCABULARY = 96
 
 
-@pytest.fixture(scope="module")
-def tiny() -> smollm.SmolLM:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCABULARY,
-        initializer_range=0.2,
-    )
-    return smollm.describe(LlamaForCausalLM(config).eval())
-
-
 def random_cache(dtype: torch.dtype, tokens: int, layers: int = 2) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     return [torch.randn(3, tokens, 32, generator=generator).to(dtype) for _ in range(2 * layers)]

@@ -25,24 +25,6 @@ VOCABULARY = 96
 TOKENS = example.TOKENS_PER_PAGE
 
 
-@pytest.fixture(scope="module")
-def tiny() -> smollm.SmolLM:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=VOCABULARY,
-        initializer_range=0.2,
-    )
-    return smollm.describe(LlamaForCausalLM(config).eval())
-
-
 @pytest.fixture(autouse=True)
 def inference() -> object:
     with torch.inference_mode():
