@@ -180,7 +180,8 @@ struct alignas(16) Segment {
   SegmentKind kind = SegmentKind::kQuantize;
   DType dtype = DType::kBFloat16;
 
-  uint32_t tiles() const { return (units + units_per_tile - 1) / units_per_tile; }
+  uint32_t tiles() const { return tiles(units_per_tile); }
+  uint32_t tiles(uint32_t of_units) const { return (units + of_units - 1) / of_units; }
 };
 
 // Appends the one or two segments of a buffer. `hot` is the address of the buffer in slot 0; data, scales and lossless
@@ -242,21 +243,28 @@ inline void append_segments(const BufferSpec& b, uint8_t* hot, int64_t hot_strid
   segments->push_back(l);
 }
 
+// How many units of a segment the limits allow in a tile.
+inline uint32_t units_per_tile(const Segment& s, const TileLimits& limits) {
+  if (s.kind != SegmentKind::kQuantize) return limits.copied_bytes / 16;
+  const uint32_t hot_bytes = s.residual_groups != 0 ? limits.residual_bytes : limits.hot_bytes;
+  const uint32_t groups = hot_bytes / (nvfp4::kGroupSize * static_cast<uint32_t>(itemsize(s.dtype)));
+  const uint32_t units = std::min(groups, s.residual_groups != 0 ? limits.slots / 2 : limits.slots);
+  // Whole rows, if one fits: then a tile's residual groups can be counted off without looking for them.
+  const uint32_t row = s.units_per_row.divisor;
+  return s.residual_groups != 0 && row <= units ? units - units % row : units;
+}
+
+// Whether all limits cut two segments into the same tiles.
+inline bool cut_alike(const Segment& a, const Segment& b) {
+  return a.units == b.units && a.kind == b.kind && a.dtype == b.dtype && a.residual_groups == b.residual_groups &&
+         a.units_per_row.divisor == b.units_per_row.divisor;
+}
+
 // Cuts the segments into tiles, numbers them and returns how many a page has.
 inline int64_t number_tiles(std::vector<Segment>* segments, TileLimits limits = {}) {
   int64_t tiles = 0;
   for (Segment& s : *segments) {
-    if (s.kind == SegmentKind::kQuantize) {
-      const uint32_t hot_bytes = s.residual_groups != 0 ? limits.residual_bytes : limits.hot_bytes;
-      const uint32_t groups = hot_bytes / (nvfp4::kGroupSize * static_cast<uint32_t>(itemsize(s.dtype)));
-      const uint32_t slots = s.residual_groups != 0 ? limits.slots / 2 : limits.slots;
-      s.units_per_tile = std::min(groups, slots);
-      // Whole rows, if one fits: then a tile's residual groups can be counted off without looking for them.
-      const uint32_t row = s.units_per_row.divisor;
-      if (s.residual_groups != 0 && row <= s.units_per_tile) s.units_per_tile -= s.units_per_tile % row;
-    } else {
-      s.units_per_tile = limits.copied_bytes / 16;
-    }
+    s.units_per_tile = units_per_tile(s, limits);
     s.first_tile = static_cast<uint32_t>(tiles);
     tiles += s.tiles();
   }

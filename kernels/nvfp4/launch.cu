@@ -357,7 +357,7 @@ struct Grid {
 };
 
 template <Direction kDirection, int kBytes>
-void launch(const Header& h, const Inline<kBytes>& inlined, Grid grid, int device, cudaStream_t stream) {
+void launch(Header& h, Inline<kBytes>& inlined, Grid grid, int device, cudaStream_t stream) {
   const auto kernel = move_pages_kernel<kDirection, kBytes>;
   // More than 48 KiB of shared memory has to be asked for, once on every device.
   static bool allowed[kMaxDevices] = {};
@@ -367,9 +367,12 @@ void launch(const Header& h, const Inline<kBytes>& inlined, Grid grid, int devic
                "cudaFuncSetAttribute");
     allowed[device] = true;
   }
-  kernel<<<static_cast<unsigned>(grid.blocks), grid.warps * kWarp, sizeof(WarpMemory<kDirection>) * grid.warps,
-           stream>>>(h, inlined);
-  cuda_check(cudaGetLastError(), "move_pages_kernel");
+  // By address: a launch with <<<>>> would copy the parameters once more.
+  void* parameters[] = {&h, &inlined};
+  cuda_check(
+      cudaLaunchKernel(reinterpret_cast<const void*>(kernel), dim3(static_cast<unsigned>(grid.blocks)),
+                       dim3(grid.warps * kWarp), parameters, sizeof(WarpMemory<kDirection>) * grid.warps, stream),
+      "move_pages_kernel");
 }
 
 template <typename Holds>
@@ -398,6 +401,31 @@ void write_metadata(const PageWork& work, bool host_pairs, uint8_t* to) {
     for (int c = 0; c < 2; ++c) *pairs++ = work.pairs[i * work.pair_stride[0] + c * work.pair_stride[1]];
 }
 
+// Segments that are cut alike, and how many. Layers mostly are, so that tiles can be counted without a division for
+// each.
+struct Kind {
+  const Segment* segment;
+  int64_t count;
+};
+
+std::vector<Kind> kinds_of(const std::vector<Segment>& segments) {
+  constexpr size_t kLookedThrough = 4;  // a layer's segments, rather than all of a layout without order
+  std::vector<Kind> kinds;
+  for (const Segment& s : segments) {
+    const auto first = kinds.end() - static_cast<std::ptrdiff_t>(std::min(kinds.size(), kLookedThrough));
+    const auto same = std::find_if(first, kinds.end(), [&](const Kind& k) { return cut_alike(*k.segment, s); });
+    if (same == kinds.end()) kinds.push_back({&s, 1});
+    else ++same->count;
+  }
+  return kinds;
+}
+
+int64_t count_tiles(const std::vector<Kind>& kinds, const TileLimits& limits) {
+  int64_t tiles = 0;
+  for (const Kind& k : kinds) tiles += k.count * k.segment->tiles(units_per_tile(*k.segment, limits));
+  return tiles;
+}
+
 // `max_ctas` of 0 leaves the grid to us.
 template <Direction kDirection>
 void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int multiprocessors, uint8_t* scratch,
@@ -405,14 +433,13 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   Header h{};
   TileLimits limits = tile_limits(kDirection);
   Grid grid{max_ctas > 0 ? max_ctas : kHostBlocks, kWarpsPerHostBlock};
-  h.tiles_per_page = static_cast<uint32_t>(number_tiles(&work.segments, limits));
   if (!host_cold) {
     // Little work is cut finer, until every multiprocessor has some.
-    while (work.pages * h.tiles_per_page < 16 * int64_t{multiprocessors} && limits.slots > 32) {
+    const std::vector<Kind> kinds = kinds_of(work.segments);
+    while (work.pages * count_tiles(kinds, limits) < 16 * int64_t{multiprocessors} && limits.slots > 32)
       limits = {limits.hot_bytes / 2, limits.slots / 2, limits.copied_bytes / 2, limits.residual_bytes / 2};
-      h.tiles_per_page = static_cast<uint32_t>(number_tiles(&work.segments, limits));
-    }
   }
+  h.tiles_per_page = static_cast<uint32_t>(number_tiles(&work.segments, limits));
   h.total_tiles = work.pages * h.tiles_per_page;
   h.log_run = kLogHostRun;
   if (!host_cold && max_ctas == 0) {
@@ -464,7 +491,8 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   h.metadata.segments = reinterpret_cast<const Segment*>(scratch);
   h.metadata.starts = reinterpret_cast<const uint32_t*>(scratch + starts_at(work));
   if (host_pairs) h.metadata.pairs = reinterpret_cast<const int32_t*>(scratch + pairs_at(work));
-  launch<kDirection>(h, Inline<kSmallInline>(), grid, device, stream);
+  Inline<kSmallInline> none;
+  launch<kDirection>(h, none, grid, device, stream);
 }
 
 Direction direction_of(const PageWork& work, bool encode, bool host_cold) {
