@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.metadata
 import inspect
 import os
@@ -9,6 +10,9 @@ import re
 import shutil
 import subprocess
 import sys
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import kvc
@@ -155,6 +159,70 @@ def test_debug_mode_is_set_and_cleared() -> None:
     finally:
         kvc.set_debug(False)
     move_from_a_page_that_is_not_there()
+
+
+def encode_arguments(device: torch.device) -> list[object]:
+    layout = kvc.PageLayout.attention(1, 1, 16, 4, torch.float16)
+    cold = torch.zeros(2, layout.cold_page_bytes, dtype=torch.uint8, device=device)
+    pools = [torch.zeros(2, 64, dtype=torch.float16, device=device) for _ in range(2)]
+    pairs = torch.tensor([[0, 1]], dtype=torch.int32)
+    return [cold, pools, pairs, layout.table.clone(), layout.scales.clone()]
+
+
+def compact_arguments(device: torch.device) -> list[object]:
+    pools = [torch.zeros(2, 1, 1, 4, 8, device=device) for _ in range(2)]
+    rows = [torch.zeros(1, n, dtype=torch.int32, device=device) for n in (2, 1)]
+    return [pools, *rows, *(torch.zeros(n, dtype=torch.int32, device=device) for n in (2, 1)), None, None]
+
+
+def score_arguments(device: torch.device) -> list[object]:
+    pools = [torch.zeros(2, 1, 4, 8, device=device) for _ in range(2)]
+    integers = [torch.ones(*shape, dtype=torch.int32, device=device) for shape in ((1, 2), (1,), (1,))]
+    shapes = [(1, 4), (1, 4), (2, 1, 4), (2, 1, 4), (2, 1, 4), (4,)]
+    return [pools, *integers, *(torch.ones(shape, device=device) for shape in shapes), "union", True, 4]
+
+
+@pytest.mark.parametrize("thread", [False, True], ids=["main", "thread"])
+@pytest.mark.parametrize("wrong", [False, True], ids=["good", "wrong"])
+@pytest.mark.parametrize(
+    ("name", "arguments_on"),
+    [
+        ("encode_pages_", encode_arguments),
+        ("compact_pages_", compact_arguments),
+        ("triattention_score", score_arguments),
+    ],
+)
+def test_a_call_keeps_none_of_its_arguments(
+    name: str,
+    arguments_on: Callable[[torch.device], list[object]],
+    wrong: bool,
+    thread: bool,
+    device: torch.device,
+) -> None:
+    arguments = arguments_on(device)
+    if wrong:
+        lists = [a for a in arguments if isinstance(a, list)]
+        lists[0].append(torch.zeros((), device=device))
+    given = [a for argument in arguments for a in (argument if isinstance(argument, list) else [argument])]
+    alive = [weakref.ref(tensor) for tensor in given if isinstance(tensor, torch.Tensor)]
+    given.clear()
+
+    def call() -> type[Exception] | None:
+        try:
+            getattr(kvc, name)(*arguments)
+        except ValueError:
+            return ValueError
+        return None
+
+    with ThreadPoolExecutor(1) as pool:
+        raised = pool.submit(call).result() if thread else call()
+    assert raised is (ValueError if wrong else None)
+    assert all(reference() is not None for reference in alive)
+    arguments.clear()
+    if wrong:
+        lists.clear()
+    gc.collect()
+    assert [reference() for reference in alive] == [None] * len(alive)
 
 
 PUBLIC = [

@@ -53,7 +53,7 @@ inline TensorList take<TensorList>(StableIValue value) {
   return TensorList(std::move(handles));
 }
 
-// torch 2.13's own conversion leaks a string.
+// torch's own conversion leaks a string.
 template <>
 inline std::string take<std::string>(StableIValue value) {
   const auto string = torch::stable::detail::to<StringHandle>(value);

@@ -350,9 +350,9 @@ Quantized quantize_rows(const Context& ctx, const Tensor& x, double global_scale
   check_range(ctx, b, "x (its last dimension)", "quantized_range_elements");
   b.global_scale = checked_global_scale(ctx, global_scale);
   Quantized out{
-      torch::stable::new_empty(x, with_last(x, b.slots_per_row() * kGroupBytes), ScalarType::Byte),
-      torch::stable::new_empty(x, with_last(x, b.slots_per_row()), ScalarType::Byte),
-      torch::stable::new_empty(x, with_last(x, b.row_elements - b.quantized_elements)),
+      new_output(x, with_last(x, b.slots_per_row() * kGroupBytes), ScalarType::Byte),
+      new_output(x, with_last(x, b.slots_per_row()), ScalarType::Byte),
+      new_output(x, with_last(x, b.row_elements - b.quantized_elements), x.scalar_type()),
   };
   if (x.numel() == 0) return out;
   Rows rows;
@@ -394,10 +394,10 @@ Tensor dequantize_rows(const Context& ctx, const Tensor& data, const Tensor& sca
   b.residual_start = residual_elements == 0 ? start : residual_start;
   check_range(ctx, b, "the row of data and lossless", "data (its last dimension, in elements)");
   b.global_scale = checked_global_scale(ctx, global_scale);
-  Tensor out = torch::stable::new_empty(data, with_last(data, b.row_elements), dtype);
+  Tensor out = new_output(data, with_last(data, b.row_elements), dtype);
   if (out.numel() == 0) return out;
-  const Tensor cold[3] = {torch::stable::contiguous(data), torch::stable::contiguous(scales),
-                          torch::stable::contiguous(lossless)};
+  const auto contiguous = [](const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); };
+  const Tensor cold[3] = {contiguous(data), contiguous(scales), contiguous(lossless)};
   const auto bytes = [](const Tensor& t) { return static_cast<uint8_t*>(t.data_ptr()); };
   Rows rows;
   collapse_rows(out, &rows);

@@ -109,7 +109,7 @@ class Reader {
 
  private:
   const Context& ctx_;
-  const Home home_;
+  Home home_;
   std::vector<Tensor>& copies_;
 };
 
