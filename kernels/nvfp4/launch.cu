@@ -1,7 +1,7 @@
 // The page moves on a GPU, without torch: one launch moves any number of buffers and pages.
 //
-// Warps are independent. The tiles of all pages are numbered through, and each warp walks one contiguous range of
-// them, fetching ahead of itself. What the kernel must know (segments and page pairs) travels
+// Warps are independent. The tiles of all pages are numbered through, and each warp walks its share of them, fetching
+// ahead of itself, or takes a single one (decode_all). What the kernel must know (segments and page pairs) travels
 // in the kernel's parameters; if that is too much, small kernels first carry it to a scratch tensor, in their
 // parameters, so that nothing is copied from host memory behind the caller's back and a captured graph keeps its
 // values.
@@ -19,22 +19,22 @@ namespace {
 
 constexpr int kSmallInline = 14 * 1024;  // 72 segments and some three hundred pages
 constexpr int kLargeInline = 31 * 1024;  // kernel parameters end at 32,764 bytes
+constexpr int kNothingInline = 16;       // everything is in device memory
 
 enum class Direction {
   kEncode,
   kEncodeStaged,  // the output goes through shared memory: towards host memory, or where 8 bytes cannot be stored at
                   // once
   kDecode,
-  kDecodeDirect,  // 8-bit elements from aligned cold pages in device memory
+  kDecodeStaged,  // from host memory
 };
 constexpr bool is_encode(Direction d) { return d == Direction::kEncode || d == Direction::kEncodeStaged; }
 
 // Blocks of device-memory moves are short-lived: the hardware keeps the chip full and neighbours close together.
-constexpr uint32_t warps_per_block(Direction d) { return d == Direction::kDecodeDirect ? 8 : is_encode(d) ? 4 : 2; }
-// Where arithmetic is what limits, a second tile (or two more) pays for the start of a block.
+constexpr uint32_t warps_per_block(Direction d) { return is_encode(d) ? 4 : 2; }
+// Where arithmetic is what limits, a second tile pays for the start of a block.
 constexpr int64_t tiles_per_warp(Direction d, bool bytes, bool residual) {
-  if (d == Direction::kDecodeDirect) return 1;
-  return is_encode(d) ? (bytes || residual ? 2 : 1) : (residual ? 4 : 2);
+  return d == Direction::kEncode && (bytes || residual) ? 2 : 1;
 }
 
 // Blocks of host-memory moves are few and stay: enough of them for PCIe, few enough to share the chip with a model.
@@ -42,14 +42,14 @@ constexpr uint32_t kWarpsPerHostBlock = 8;
 constexpr int64_t kHostBlocks = 16;
 constexpr uint32_t kLogHostRun = 4;
 constexpr int64_t kMaxBlocks = 0x7FFFFFFF;
-constexpr uint32_t kDirectBytes = 4096;  // copied bytes of a tile that is decoded directly
+constexpr uint32_t kTileBytes = 8192;  // hot bytes of a tile that is decoded from device memory; no more are cold ones
 
 constexpr TileLimits tile_limits(Direction d) {
   switch (d) {
     case Direction::kEncode: return {16384, 1024, kRingBytes, kRingBytes};
     case Direction::kEncodeStaged: return {kStagedHot, kStagedSlots, kStagedHot, kStagedHot};
-    case Direction::kDecode: return {1 << 20, kStagedSlots, kStagedData, 1 << 20};  // bounded by what registers carry
-    default: return {8192, 512, kDirectBytes, 8192};
+    case Direction::kDecode: return {kTileBytes, 512, kTileBytes, kTileBytes, kTileBytes};
+    default: return {1 << 20, kStagedSlots, kStagedData, 1 << 20};  // what registers carry
   }
 }
 
@@ -82,13 +82,14 @@ struct WarpMemory<Direction::kEncodeStaged> {
 };
 
 template <>
-struct WarpMemory<Direction::kDecodeDirect> {
-  Walk walk;
-  alignas(16) uint8_t input[kDirectBytes];
+struct WarpMemory<Direction::kDecode> {
+  // Three runs, each from 16 bytes on, and some room for nothing: 22 warps on a multiprocessor are faster than the 24
+  // that would fit, whose writes scatter further.
+  alignas(16) uint8_t input[kTileBytes + 64 + 1024];
 };
 
 template <>
-struct WarpMemory<Direction::kDecode> {
+struct WarpMemory<Direction::kDecodeStaged> {
   Walk walk;
   alignas(16) uint8_t input[kStagedData + kStagedSlots];
 };
@@ -107,7 +108,9 @@ struct Header {
   uint32_t starts_at;  // byte positions in the inlined block
   uint32_t pairs_at;
   int64_t pair_stride[2];
+  int64_t pages;
   int64_t total_tiles;
+  int64_t share, extra;  // tiles of every block, and how many blocks have one more
   uint32_t tiles_per_page;
   uint32_t num_segments;
   uint32_t log_run;  // of the tiles a warp takes in a row before the others of its block have their turn
@@ -119,6 +122,17 @@ template <int kBytes>
 struct Inline {
   alignas(16) uint8_t bytes[kBytes];
 };
+
+// The last segment that starts at or before `tile`; every lane looks at its share of the starts at once.
+__device__ __forceinline__ uint32_t find_segment(const Header& h, const uint32_t* starts, uint32_t tile,
+                                                 uint32_t lane) {
+  uint32_t below = 0;
+  for (uint32_t base = 0; base < h.num_segments; base += kWarp) {
+    const uint32_t i = base + lane;
+    below += __popc(__ballot_sync(0xFFFFFFFFu, i < h.num_segments && starts[i] <= tile));
+  }
+  return below - 1;
+}
 
 // Walks a warp's tiles and describes each. The warps of a block take turns: short ones in device memory,
 // so that the block as a whole moves through memory in one place; long ones towards host memory, where a block has so
@@ -140,16 +154,6 @@ struct Cursor {
     return h.inlined_pairs ? reinterpret_cast<const int32_t*>(inlined + h.pairs_at) : h.metadata.pairs;
   }
 
-  // The last segment that starts at or before `tile`; every lane looks at its share of the starts at once.
-  __device__ __forceinline__ uint32_t find(uint32_t tile) const {
-    uint32_t below = 0;
-    for (uint32_t base = 0; base < h.num_segments; base += kWarp) {
-      const uint32_t i = base + lane;
-      below += __popc(__ballot_sync(0xFFFFFFFFu, i < h.num_segments && starts()[i] <= tile));
-    }
-    return below - 1;
-  }
-
   __device__ __forceinline__ bool next(Tile& to) {
     const auto index_of = [&](int64_t turn) {
       return walk.first + (turn >> h.log_run) * (blockDim.x / kWarp << h.log_run) + (turn & ((1 << h.log_run) - 1));
@@ -165,7 +169,7 @@ struct Cursor {
       uint32_t segment;
       while (true) {
         if (count != 0 && index - page_begin < h.tiles_per_page) {
-          segment = find(tile);
+          segment = find_segment(h, starts(), tile, lane);
           break;
         }
         const int64_t page = index / h.tiles_per_page;
@@ -177,7 +181,8 @@ struct Cursor {
           hot_slot = pair[kEncode ? h.pair_stride[1] : 0];
           cold_slot = pair[kEncode ? 0 : h.pair_stride[1]];
         }
-        segment = find(tile);  // before the slots are looked at: both loads are then under way together
+        // Before the slots are looked at: both loads are then under way together.
+        segment = find_segment(h, starts(), tile, lane);
         if (hot_slot >= 0 && hot_slot < h.hot_slots && cold_slot >= 0 && cold_slot < h.cold_slots) break;
         // No such page: on to the warp's first turn that may lie behind it.
         const int64_t stride = static_cast<int64_t>(blockDim.x / kWarp) << h.log_run;
@@ -284,8 +289,60 @@ __device__ __forceinline__ void encode_all(Cursor<true>& cursor, WarpMemory<Dire
   }
 }
 
+// From device memory: many short-lived warps, a tile each, hide the latency. Hot pages lie anywhere, and scattered
+// writes cost device memory time, so tiles are numbered through all pages of a segment before the next one: writes to
+// one pool follow each other.
+template <int kBytes>
+__device__ __forceinline__ void decode_all(const Header& h, const Inline<kBytes>& inlined,
+                                           WarpMemory<Direction::kDecode>& memory, uint32_t warp, uint32_t lane) {
+  constexpr bool kInlined = kBytes > kNothingInline;
+  const auto* segments = kInlined ? reinterpret_cast<const Segment*>(inlined.bytes) : h.metadata.segments;
+  const auto* starts = kInlined ? reinterpret_cast<const uint32_t*>(inlined.bytes + h.starts_at) : h.metadata.starts;
+  const int64_t stride = int64_t{gridDim.x} * (blockDim.x / kWarp);
+#pragma unroll 1
+  for (int64_t index = int64_t{blockIdx.x} * (blockDim.x / kWarp) + warp; index < h.total_tiles; index += stride) {
+    const uint32_t segment = find_segment(h, starts, static_cast<uint32_t>(index / h.pages), lane);
+    const Segment& s = segments[segment];
+    const uint32_t tiles = (segment + 1 < h.num_segments ? starts[segment + 1] : h.tiles_per_page) - starts[segment];
+    const int64_t within = index - starts[segment] * h.pages;
+    const int64_t page = within / tiles;
+    int64_t hot_slot = page, cold_slot = page;
+    if (kInlined && h.inlined_pairs) {
+      const auto* pair = reinterpret_cast<const int32_t*>(inlined.bytes + h.pairs_at) + page * 2;
+      hot_slot = pair[0], cold_slot = pair[1];
+    } else if (h.metadata.pairs != nullptr) {
+      const int32_t* pair = h.metadata.pairs + page * h.pair_stride[0];
+      hot_slot = pair[0], cold_slot = pair[h.pair_stride[1]];
+    }
+    if (hot_slot < 0 || hot_slot >= h.hot_slots || cold_slot < 0 || cold_slot >= h.cold_slots) continue;
+    const PlacedTile tile{s, hot_slot, cold_slot, static_cast<uint32_t>(within - page * tiles)};
+    const PlacedTile rest{segments[segment + s.joined], hot_slot, cold_slot, tile.index};
+    const ColdRuns runs(tile);
+    uint8_t* const scales = memory.input + (runs.data_bytes + 15) / 16 * 16;
+    uint8_t* const copied = scales + (runs.scale_bytes + 15) / 16 * 16;
+    fetch_run(memory.input, runs.data, runs.data_bytes, lane);
+    fetch_run(scales, runs.scales, runs.scale_bytes, lane);
+    if (s.joined) {
+      const ColdRuns beside(rest);
+      fetch_run(copied, beside.data, beside.data_bytes, lane);
+    }
+    commit_async();
+    wait_async<0>();
+    __syncwarp();
+    if (s.kind != SegmentKind::kQuantize) {
+      copy_tile<false>(tile, memory.input, lane);
+    } else {
+      with_type(s.dtype, [&](auto type) {
+        if (s.joined) decode_rows<decltype(type)::value>(tile, rest, memory.input, scales, copied, lane);
+        else decode_tile<decltype(type)::value>(tile, memory.input, scales, lane);
+      });
+    }
+    __syncwarp();
+  }
+}
+
 // While one tile is decoded, the cold bytes of the next are on their way to registers.
-__device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Direction::kDecode>& memory,
+__device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Direction::kDecodeStaged>& memory,
                                            uint32_t lane) {
   Carried next;
   Tile tile, following;
@@ -301,28 +358,23 @@ __device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Dir
     if (tile.segment().kind != SegmentKind::kQuantize) copy_tile<false>(tile, memory.input, lane);
     else
       with_type(tile.segment().dtype, [&](auto type) {
-        decode_tile<decltype(type)::value, 4>(tile, memory.input, memory.input + kStagedData, lane);
+        decode_tile<decltype(type)::value>(tile, memory.input, memory.input + kStagedData, lane);
       });
     __syncwarp();
   }
 }
 
-__device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Direction::kDecodeDirect>& memory,
-                                           uint32_t lane) {
-  Tile tile;
-#pragma unroll 1
-  while (cursor.next(tile)) {
-    const ColdRuns runs(tile);
-    if (tile.segment().kind == SegmentKind::kQuantize)
-      decode_tile<DType::kFloat8E4M3, 8>(tile, runs.data, runs.scales, lane);
-    else copy_direct(tile, runs, memory.input, lane);
-  }
+__device__ __forceinline__ void start(Walk& walk, const Header& h, uint32_t warp) {
+  const int64_t begin = blockIdx.x * h.share + min(int64_t{blockIdx.x}, h.extra);
+  walk.first = begin + (int64_t{warp} << h.log_run);
+  walk.turn = 0;
+  walk.end = begin + h.share + (blockIdx.x < h.extra ? 1 : 0);
+  walk.page_begin = walk.hot_slot = walk.cold_slot = 0;
+  walk.segment_end = walk.count = 0;
 }
 
 // Of kWarpsPerHostBlock warps each; fewer registers would spill.
-constexpr int blocks_per_multiprocessor(Direction d) {
-  return d == Direction::kEncodeStaged ? 2 : d == Direction::kDecodeDirect ? 4 : 3;
-}
+constexpr int blocks_per_multiprocessor(Direction d) { return d == Direction::kEncodeStaged ? 2 : 3; }
 
 template <Direction kDirection, int kBytes>
 __global__ void __launch_bounds__(kWarpsPerHostBlock* kWarp, blocks_per_multiprocessor(kDirection))
@@ -330,20 +382,15 @@ __global__ void __launch_bounds__(kWarpsPerHostBlock* kWarp, blocks_per_multipro
   extern __shared__ __align__(16) uint8_t shared[];
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   auto& memory = reinterpret_cast<WarpMemory<kDirection>*>(shared)[warp];
-  if (lane == 0) {
-    const int64_t share = h.total_tiles / gridDim.x, extra = h.total_tiles % gridDim.x;
-    const int64_t begin = blockIdx.x * share + min(int64_t{blockIdx.x}, extra);
-    Walk& walk = memory.walk;
-    walk.first = begin + (int64_t{warp} << h.log_run);
-    walk.turn = 0;
-    walk.end = begin + share + (blockIdx.x < extra ? 1 : 0);
-    walk.page_begin = walk.hot_slot = walk.cold_slot = 0;
-    walk.segment_end = walk.count = 0;
+  if constexpr (kDirection == Direction::kDecode) {
+    decode_all(h, inlined, memory, warp, lane);
+  } else {
+    if (lane == 0) start(memory.walk, h, warp);
+    __syncwarp();
+    Cursor<is_encode(kDirection)> cursor{h, inlined.bytes, memory.walk, lane};
+    if constexpr (is_encode(kDirection)) encode_all(cursor, memory, lane);
+    else decode_all(cursor, memory, lane);
   }
-  __syncwarp();
-  Cursor<is_encode(kDirection)> cursor{h, inlined.bytes, memory.walk, lane};
-  if constexpr (is_encode(kDirection)) encode_all(cursor, memory, lane);
-  else decode_all(cursor, memory, lane);
 }
 
 __global__ void upload_kernel(uint8_t* to, int bytes, const __grid_constant__ Inline<kLargeInline> payload) {
@@ -393,9 +440,17 @@ void write_metadata(const PageWork& work, bool host_pairs, uint8_t* to) {
   std::memcpy(to, work.segments.data(), starts_at(work));
   auto* starts = reinterpret_cast<uint32_t*>(to + starts_at(work));
   for (const Segment& s : work.segments) *starts++ = s.first_tile;
-  auto* pairs = reinterpret_cast<int32_t*>(to + pairs_at(work));
-  for (int64_t i = 0; host_pairs && i < work.pages; ++i)
-    for (int c = 0; c < 2; ++c) *pairs++ = work.pairs[i * work.pair_stride[0] + c * work.pair_stride[1]];
+  if (!host_pairs) return;
+  struct Pair {
+    int32_t dst, src;
+  };
+  auto* pairs = reinterpret_cast<Pair*>(to + pairs_at(work));
+  for (int64_t i = 0; i < work.pages; ++i) {
+    const int32_t* pair = work.pairs + i * work.pair_stride[0];
+    pairs[i] = {pair[0], pair[work.pair_stride[1]]};
+  }
+  // The order of the pages is ours: writes go through memory in one direction.
+  std::sort(pairs, pairs + work.pages, [](const Pair& a, const Pair& b) { return a.dst < b.dst; });
 }
 
 // `max_ctas` of 0 leaves the grid to us.
@@ -409,10 +464,12 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   if (!host_cold) {
     // Little work is cut finer, until every multiprocessor has some.
     while (work.pages * h.tiles_per_page < 16 * int64_t{multiprocessors} && limits.slots > 32) {
-      limits = {limits.hot_bytes / 2, limits.slots / 2, limits.copied_bytes / 2, limits.residual_bytes / 2};
+      limits = {limits.hot_bytes / 2, limits.slots / 2, limits.copied_bytes / 2, limits.residual_bytes / 2,
+                limits.joined_bytes / 2};
       h.tiles_per_page = static_cast<uint32_t>(number_tiles(&work.segments, limits));
     }
   }
+  h.pages = work.pages;
   h.total_tiles = work.pages * h.tiles_per_page;
   h.log_run = kLogHostRun;
   if (!host_cold && max_ctas == 0) {
@@ -425,7 +482,9 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
     grid.blocks = (h.total_tiles + tiles * grid.warps - 1) / (tiles * grid.warps);
   }
   grid.blocks = std::min({grid.blocks, (h.total_tiles + grid.warps - 1) / grid.warps, kMaxBlocks});
-  while (h.log_run > 0 && (int64_t{grid.warps} << h.log_run) > h.total_tiles / grid.blocks) --h.log_run;
+  h.share = h.total_tiles / grid.blocks;
+  h.extra = h.total_tiles % grid.blocks;
+  while (h.log_run > 0 && (int64_t{grid.warps} << h.log_run) > h.share) --h.log_run;
   h.num_segments = static_cast<uint32_t>(work.segments.size());
   h.hot_slots = work.hot_slots;
   h.cold_slots = work.cold_slots;
@@ -464,7 +523,8 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   h.metadata.segments = reinterpret_cast<const Segment*>(scratch);
   h.metadata.starts = reinterpret_cast<const uint32_t*>(scratch + starts_at(work));
   if (host_pairs) h.metadata.pairs = reinterpret_cast<const int32_t*>(scratch + pairs_at(work));
-  launch<kDirection>(h, Inline<kSmallInline>(), grid, device, stream);
+  launch<kDirection>(h, Inline<kDirection == Direction::kDecode ? kNothingInline : kSmallInline>(), grid, device,
+                     stream);
 }
 
 Direction direction_of(const PageWork& work, bool encode, bool host_cold) {
@@ -474,7 +534,7 @@ Direction direction_of(const PageWork& work, bool encode, bool host_cold) {
            (work.cold_slots <= 1 || s.data_stride % kGroupBytes == 0);
   });
   if (encode) return host_cold || !aligned ? Direction::kEncodeStaged : Direction::kEncode;
-  return !host_cold && aligned && holds_bytes(work) ? Direction::kDecodeDirect : Direction::kDecode;
+  return host_cold ? Direction::kDecodeStaged : Direction::kDecode;
 }
 
 }  // namespace
@@ -497,7 +557,7 @@ void launch_pages(const char* op, bool encode, PageWork work, bool host_pairs, b
     case Direction::kEncode: return go(std::integral_constant<Direction, Direction::kEncode>{});
     case Direction::kEncodeStaged: return go(std::integral_constant<Direction, Direction::kEncodeStaged>{});
     case Direction::kDecode: return go(std::integral_constant<Direction, Direction::kDecode>{});
-    case Direction::kDecodeDirect: return go(std::integral_constant<Direction, Direction::kDecodeDirect>{});
+    case Direction::kDecodeStaged: return go(std::integral_constant<Direction, Direction::kDecodeStaged>{});
   }
 }
 

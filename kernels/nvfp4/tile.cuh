@@ -40,6 +40,23 @@ struct Tile {
   }
 };
 
+// A tile whose segment stays where it is.
+struct PlacedTile {
+  const Segment& in;
+  int64_t hot_slot, cold_slot;
+  uint32_t index;
+
+  __device__ __forceinline__ const Segment& segment() const { return in; }
+  __device__ __forceinline__ Place at() const {
+    const Place place{in.hot + hot_slot * in.hot_stride, in.data + cold_slot * in.data_stride,
+                      in.scales + cold_slot * in.scales_stride};
+    __builtin_assume(__isGlobal(place.hot));
+    __builtin_assume(__isGlobal(place.data));
+    __builtin_assume(__isGlobal(place.scales));
+    return place;
+  }
+};
+
 __device__ __forceinline__ uint32_t misalignment(const void* p) {
   return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p)) & 15u;
 }
@@ -154,7 +171,7 @@ __device__ __forceinline__ void store_run(uint8_t* to, const uint8_t* shared, ui
   if (lane < bytes - done) to[done + lane] = shared[done + lane];
 }
 
-template <bool kEncode>
+template <bool kEncode, typename Tile>
 __device__ __forceinline__ void copy_tile(const Tile& tile, const uint8_t* input, uint32_t lane) {
   const Segment& s = tile.segment();
   const Extent e = extent(s, tile.index);
