@@ -297,7 +297,7 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     C++ raises ``ValueError`` by itself; a ``TypeError`` or ``NotImplementedError`` of an op arrives as
     ``RuntimeError`` with the op's text.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return op(*args, **kwargs)
     try:
         return op(*args, **kwargs)

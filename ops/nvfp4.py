@@ -31,6 +31,12 @@ __all__ = [
     "nvfp4_quantize",
 ]
 
+# Bound once: looking an overload up costs about as much as the argument checks.
+_nvfp4_quantize = ops.nvfp4_quantize.default
+_nvfp4_dequantize = ops.nvfp4_dequantize.default
+_encode_pages_ = ops.encode_pages_.default
+_decode_pages_ = ops.decode_pages_.default
+
 GROUP_ELEMENTS = 16
 _DTYPE_CODES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float8_e4m3fn: 3}
 
@@ -653,7 +659,7 @@ def nvfp4_quantize(
     the first leaves over: ARCQuant, arXiv:2601.07475. The rounding of quotients is this project's own.
     """
     return call(
-        ops.nvfp4_quantize,
+        _nvfp4_quantize,
         x,
         global_scale,
         quantized_range_start,
@@ -712,7 +718,7 @@ def nvfp4_dequantize(
     As for :func:`nvfp4_quantize`.
     """
     return call(
-        ops.nvfp4_dequantize,
+        _nvfp4_dequantize,
         data,
         scales,
         lossless,
@@ -774,7 +780,7 @@ def encode_pages_(
     (https://nvidia.github.io/TensorRT-LLM/features/kv-cache-compression.html). The format of a cold page is
     described at :class:`PageLayout`, the numerics at :func:`nvfp4_quantize`.
     """
-    call(ops.encode_pages_, cold, pools, pairs, table, scales, max_ctas)
+    call(_encode_pages_, cold, pools, pairs, table, scales, max_ctas)
 
 
 def decode_pages_(
@@ -816,4 +822,4 @@ def decode_pages_(
     ----------
     As for :func:`encode_pages_`.
     """
-    call(ops.decode_pages_, pools, cold, pairs, table, scales, max_ctas)
+    call(_decode_pages_, pools, cold, pairs, table, scales, max_ctas)

@@ -79,10 +79,9 @@ struct Context {
 };
 
 // Whether two elements of a tensor may share memory: ordered by stride, a dimension must step over those below it.
-inline bool may_overlap(const Tensor& tensor) {
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
+inline bool may_overlap(int64_t dim, const int64_t* sizes, const int64_t* strides) {
   std::vector<std::pair<int64_t, int64_t>> dims;
-  for (size_t i = 0; i < sizes.size(); ++i) {
+  for (int64_t i = 0; i < dim; ++i) {
     if (sizes[i] == 0) return false;
     if (sizes[i] > 1) dims.emplace_back(strides[i], sizes[i]);
   }
@@ -93,6 +92,9 @@ inline bool may_overlap(const Tensor& tensor) {
     reach += stride * (size - 1);
   }
   return false;
+}
+inline bool may_overlap(const Tensor& tensor) {
+  return may_overlap(tensor.dim(), tensor.sizes().data(), tensor.strides().data());
 }
 
 // Whether the memory between the first and the last element of one tensor meets that of another.

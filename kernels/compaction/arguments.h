@@ -65,28 +65,29 @@ inline Vector read_vector(const Context& ctx, const Tensor& tensor, const char* 
   return {static_cast<const int32_t*>(tensor.data_ptr()), tensor.stride(0)};
 }
 
-inline Pool read_pool(const Context& ctx, const Tensor& tensor, size_t index, const Home& home, int64_t* heads) {
+inline Pool read_pool(const Context& ctx, const TensorList& pools, size_t index, const Facts& f, const Home& home,
+                      int64_t* heads) {
   const auto argument = [&] { return indexed("pools", static_cast<int64_t>(index)); };
-  const auto reject = [&](const std::string& expected) {
-    ctx.value_error(argument(), expected, Context::describe_shape(tensor));
+  const auto reject = [&](const char* expected) {
+    ctx.value_error(argument(), expected, Context::describe_shape(pools.tensor(index)));
   };
-  if (!home.has(tensor)) home.reject(ctx, tensor, argument());
-  if (tensor.dim() != 5) reject("[pages, planes, heads, tokens_per_page, D]");
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
+  if (!home.has(f)) home.reject(ctx, pools.tensor(index), argument());
+  if (f.dim != 5) reject("[pages, planes, heads, tokens_per_page, D]");
+  const int64_t *const sizes = f.sizes, *const strides = f.strides;
   if (sizes[4] > 1 && strides[4] != 1) reject("contiguous in its last dimension");
   if (index == 0) *heads = sizes[2];
   if (sizes[2] != *heads) ctx.value_error(argument(), "of " + std::to_string(*heads) + " heads, as pools[0]", sizes[2]);
-  const int64_t item = static_cast<int64_t>(tensor.element_size());
+  const int64_t item = f.element_size();
   int64_t bytes[4];  // a dimension of one element has no say
   bool empty = sizes[4] == 0;
   for (int d = 0; d < 4; ++d) {
     bytes[d] = sizes[d] > 1 ? strides[d] * item : 0;
     empty = empty || sizes[d] == 0;
   }
-  if (may_overlap(tensor)) reject("free of elements that share memory");
+  if (may_overlap(f.dim, sizes, strides)) reject("free of elements that share memory");
   if (sizes[1] * sizes[2] >= INT32_MAX) reject("fewer than 2^31 planes times heads");
   Pool p;
-  p.base = static_cast<uint8_t*>(tensor.data_ptr());
+  p.base = static_cast<uint8_t*>(f.data);
   p.pages = empty ? 0 : std::min<int64_t>(sizes[0], INT32_MAX);
   p.geometry = {bytes[0],       bytes[1], bytes[2], bytes[3], sizes[1], std::min<int64_t>(sizes[3], INT32_MAX),
                 sizes[4] * item};
@@ -107,14 +108,14 @@ inline Planes read_planes(const Context& ctx, const Tensor& tensor, const char* 
           tensor.stride(dim - 1)};
 }
 
-inline Moves read_moves(const Context& ctx, const std::vector<Tensor>& pools, const Tensor& page_table,
-                        const Tensor& sources, const Tensor& offsets, const Tensor& bases,
-                        const std::optional<Tensor>& layer_map, const std::optional<Tensor>& destinations) {
+inline Moves read_moves(const Context& ctx, const TensorList& pools, const Tensor& page_table, const Tensor& sources,
+                        const Tensor& offsets, const Tensor& bases, const std::optional<Tensor>& layer_map,
+                        const std::optional<Tensor>& destinations) {
   if (pools.empty()) ctx.value_error("pools", "at least one tensor", "none");
-  const Home home(pools[0]);
+  const Home home(Facts{pools[0]});
   Moves moves;
-  moves.pools.reserve(pools.size());
-  for (size_t i = 0; i < pools.size(); ++i) moves.pools.push_back(read_pool(ctx, pools[i], i, home, &moves.heads));
+  moves.pools =
+      read_list<Pool>(pools, [&](const Facts& f, size_t i) { return read_pool(ctx, pools, i, f, home, &moves.heads); });
   check_indices(ctx, page_table, "page_table", home);
   ctx.shape(page_table.dim() == 2 && page_table.size(0) < INT32_MAX, "page_table", "int32 [requests, max_pages]",
             page_table);

@@ -22,6 +22,7 @@
 // sequence for which 1 to 3 hold. With `destinations` no destination is a source, so any order will do, and pieces of
 // kFreeMoves moves go to different warps.
 
+#include "common/boxing.h"
 #include "common/cuda.h"
 #include "compaction/arguments.h"
 
@@ -507,15 +508,15 @@ class HostValues {
   std::vector<std::vector<int32_t>> kept_;
 };
 
-// References: boxing would otherwise copy the list.
-void compact_pages_(const std::vector<Tensor>& pools, const Tensor& page_table, const Tensor& sources,
-                    const Tensor& offsets, const Tensor& bases, const std::optional<Tensor>& layer_map,
+void compact_pages_(const TensorList& pools, const Tensor& page_table, const Tensor& sources, const Tensor& offsets,
+                    const Tensor& bases, const std::optional<Tensor>& layer_map,
                     const std::optional<Tensor>& destinations) {
   const Context ctx{"compact_pages_"};
   if (pools.empty()) ctx.value_error("pools", "at least one tensor", "none");
-  if (!pools[0].is_cuda()) ctx.type_error("pools[0]", "a CUDA tensor", Context::describe_device(pools[0]));
+  const Tensor first = pools.tensor(0);
+  if (!first.is_cuda()) ctx.type_error("pools[0]", "a CUDA tensor", Context::describe_device(first));
   const Moves m = read_moves(ctx, pools, page_table, sources, offsets, bases, layer_map, destinations);
-  const DeviceScope scope(pools[0]);
+  const DeviceScope scope(first);
   if (debug_mode) check_moves(ctx, HostValues(m, scope).moves);
   run(ctx, m, scope);
 }
@@ -524,5 +525,5 @@ void compact_pages_(const std::vector<Tensor>& pools, const Tensor& page_table, 
 }  // namespace kvc::compaction
 
 STABLE_TORCH_LIBRARY_IMPL(KVC_NAMESPACE, CUDA, m) {
-  m.impl("compact_pages_", TORCH_BOX(&kvc::compaction::compact_pages_));
+  m.impl("compact_pages_", kvc::boxed<&kvc::compaction::compact_pages_>);
 }

@@ -2,7 +2,7 @@
 
 #include <cstring>
 
-#include "common/module.h"
+#include "common/boxing.h"
 #include "compaction/arguments.h"
 
 namespace kvc::compaction {
@@ -171,12 +171,11 @@ void compact(const Moves& m) {
   });
 }
 
-// References: boxing would otherwise copy the list.
-void compact_pages_(const std::vector<Tensor>& pools, const Tensor& page_table, const Tensor& sources,
-                    const Tensor& offsets, const Tensor& bases, const std::optional<Tensor>& layer_map,
+void compact_pages_(const TensorList& pools, const Tensor& page_table, const Tensor& sources, const Tensor& offsets,
+                    const Tensor& bases, const std::optional<Tensor>& layer_map,
                     const std::optional<Tensor>& destinations) {
   const Context ctx{"compact_pages_"};
-  if (!pools.empty()) ctx.cpu(pools[0], "pools[0]");
+  if (!pools.empty()) ctx.cpu(pools.tensor(0), "pools[0]");
   const Moves m = read_moves(ctx, pools, page_table, sources, offsets, bases, layer_map, destinations);
   if (debug_mode) check_moves(ctx, m);
   compact(m);
@@ -186,9 +185,9 @@ void compact_pages_(const std::vector<Tensor>& pools, const Tensor& page_table, 
 }  // namespace kvc::compaction
 
 STABLE_TORCH_LIBRARY_IMPL(KVC_NAMESPACE, CPU, m) {
-  m.impl("pack_move_sources", TORCH_BOX(&kvc::compaction::pack_move_sources));
-  m.impl("pack_move_sources.out", TORCH_BOX(&kvc::compaction::pack_move_sources_out));
-  m.impl("pack_fill_moves", TORCH_BOX(&kvc::compaction::pack_fill_moves));
-  m.impl("pack_fill_moves.out", TORCH_BOX(&kvc::compaction::pack_fill_moves_out));
-  m.impl("compact_pages_", TORCH_BOX(&kvc::compaction::compact_pages_));
+  m.impl("pack_move_sources", kvc::boxed<&kvc::compaction::pack_move_sources>);
+  m.impl("pack_move_sources.out", kvc::boxed<&kvc::compaction::pack_move_sources_out>);
+  m.impl("pack_fill_moves", kvc::boxed<&kvc::compaction::pack_fill_moves>);
+  m.impl("pack_fill_moves.out", kvc::boxed<&kvc::compaction::pack_fill_moves_out>);
+  m.impl("compact_pages_", kvc::boxed<&kvc::compaction::compact_pages_>);
 }

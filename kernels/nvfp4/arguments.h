@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "common/checks.h"
+#include "common/operands.h"
 #include "kvc/pages.h"
 #include "nvfp4/launch.h"
 
@@ -73,22 +73,12 @@ inline std::vector<BufferSpec> read_table(const Context& ctx, const Tensor& tabl
   return buffers;
 }
 
-inline int64_t element_bytes(ScalarType type, const Tensor& tensor) {
-  switch (type) {
-    case ScalarType::Half:
-    case ScalarType::BFloat16: return 2;
-    case ScalarType::Byte:
-    case ScalarType::Float8_e4m3fn: return 1;
-    default: return static_cast<int64_t>(tensor.element_size());
-  }
-}
-
 struct Pool {
-  uint8_t* base;
-  int64_t slots;
-  int64_t slot_bytes;
-  int64_t slot_stride;  // bytes
-  ScalarType dtype;
+  uint8_t* base = nullptr;
+  int64_t slots = 0;
+  int64_t slot_bytes = 0;
+  int64_t slot_stride = 0;  // bytes
+  ScalarType dtype = ScalarType::Byte;
 };
 
 // Whether the dims after the first occupy one gap-free run of memory, in any order.
@@ -112,26 +102,24 @@ inline bool is_dense_slot(int64_t dim, const int64_t* sizes, const int64_t* stri
   return true;
 }
 
-// One shim call a fact: a call may name a hundred pools, and each costs the host a share of its budget.
-inline Pool read_pool(const Context& ctx, const Tensor& tensor, size_t index) {
-  const auto argument = [&] { return "pools[" + std::to_string(index) + "]"; };
-  int64_t dim = 0;
-  int64_t *sizes = nullptr, *strides = nullptr;
-  void* data = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &dim));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &data));
-  if (dim < 1) ctx.value_error(argument(), "at least 1-D with dim 0 = slot", "a 0-D tensor");
-  Pool p{static_cast<uint8_t*>(data), sizes[0], 0, 0, tensor.scalar_type()};
-  const int64_t item = element_bytes(p.dtype, tensor);
+inline Pool read_pool(const Context& ctx, const TensorList& pools, size_t index, const Facts& f, const Home& home) {
+  const auto argument = [&] { return indexed("pools", static_cast<int64_t>(index)); };
+  const auto shape = [&] { return Context::describe_shape(pools.tensor(index)); };
+  if (!home.has(f)) {
+    const Tensor tensor = pools.tensor(index);
+    if (home.cpu) ctx.cpu(tensor, argument());
+    if (!tensor.is_cuda()) ctx.type_error(argument(), "a CUDA tensor", Context::describe_device(tensor));
+    home.reject(ctx, tensor, argument());
+  }
+  if (f.dim < 1) ctx.value_error(argument(), "at least 1-D with dim 0 = slot", "a 0-D tensor");
+  Pool p{static_cast<uint8_t*>(f.data), f.sizes[0], 0, 0, f.scalar_type()};
+  const int64_t item = f.element_size();
   p.slot_bytes = item;
-  for (int64_t i = 1; i < dim; ++i) p.slot_bytes *= sizes[i];
-  p.slot_stride = strides[0] * item;
-  if (p.slot_bytes > 0 && !is_dense_slot(dim, sizes, strides))
-    ctx.value_error(argument(), "contiguous within a slot", Context::describe_shape(tensor));
-  if (p.slots > 1 && p.slot_stride < p.slot_bytes)
-    ctx.value_error(argument(), "slots that do not overlap", Context::describe_shape(tensor));
+  for (int64_t i = 1; i < f.dim; ++i) p.slot_bytes *= f.sizes[i];
+  p.slot_stride = f.strides[0] * item;
+  if (p.slot_bytes > 0 && !is_dense_slot(f.dim, f.sizes, f.strides))
+    ctx.value_error(argument(), "contiguous within a slot", shape());
+  if (p.slots > 1 && p.slot_stride < p.slot_bytes) ctx.value_error(argument(), "slots that do not overlap", shape());
   return p;
 }
 
@@ -221,9 +209,9 @@ inline void check_pool(const Context& ctx, const BufferSpec& b, const Pool& pool
 }
 
 // Checks everything but what depends on where `cold` lives; `cold_base` is its address as the pools' device sees it.
-inline PageWork read_pages(const Context& ctx, const Tensor& cold, uint8_t* cold_base, const std::vector<Tensor>& pools,
-                           const Tensor& pairs, const Tensor& table, const Tensor& scales, int64_t max_ctas,
-                           bool encode) {
+inline PageWork read_pages(const Context& ctx, const Tensor& cold, uint8_t* cold_base, const TensorList& pools,
+                           const Home& home, const Tensor& pairs, const Tensor& table, const Tensor& scales,
+                           int64_t max_ctas, bool encode) {
   if (max_ctas < 0) ctx.value_error("max_ctas", ">= 0", max_ctas);
   ctx.dtype(cold, ScalarType::Byte, "cold");
   ctx.shape(cold.dim() == 2 && (cold.size(1) <= 1 || cold.stride(1) == 1), "cold",
@@ -241,9 +229,8 @@ inline PageWork read_pages(const Context& ctx, const Tensor& cold, uint8_t* cold
   if (work.cold_slots > 1 && cold_stride < layout.plan.cold_page_bytes)
     ctx.value_error("cold", "rows that do not overlap", Context::describe_shape(cold));
 
-  std::vector<Pool> hot;
-  hot.reserve(pools.size());
-  for (const Tensor& t : pools) hot.push_back(read_pool(ctx, t, hot.size()));
+  const std::vector<Pool> hot =
+      read_list<Pool>(pools, [&](const Facts& f, size_t i) { return read_pool(ctx, pools, i, f, home); });
   work.hot_slots = INT64_MAX;
   for (size_t i = 0; i < layout.buffers.size(); ++i) {
     const BufferSpec& b = layout.buffers[i];

@@ -2,6 +2,7 @@
 
 #include <tuple>
 
+#include "common/boxing.h"
 #include "common/cuda.h"
 #include "nvfp4/arguments.h"
 
@@ -13,7 +14,7 @@ void run(const Context& ctx, bool encode, PageWork work, bool host_pairs, bool h
          const Tensor& anchor, const DeviceScope& scope) {
   Tensor scratch;
   const int64_t bytes = page_scratch_bytes(work, host_pairs);
-  if (bytes > 0) scratch = torch::stable::new_empty(anchor, {bytes}, ScalarType::Byte);
+  if (bytes > 0) scratch = new_output(anchor, {bytes}, ScalarType::Byte);
   launch_pages(ctx.op, encode, std::move(work), host_pairs, host_cold, max_ctas,
                bytes > 0 ? static_cast<uint8_t*>(scratch.data_ptr()) : nullptr, scope.device, scope.stream);
 }
@@ -45,13 +46,12 @@ Tensor nvfp4_dequantize(Tensor data, Tensor scales, Tensor lossless, ScalarType 
 }
 
 // The address of `cold` for kernels on `device`; the first and the last byte of host memory must be pinned.
-uint8_t* device_address(const Context& ctx, const Tensor& cold, const Tensor& pool, bool* on_host) {
+uint8_t* device_address(const Context& ctx, const Tensor& cold, const Home& home, bool* on_host) {
   auto* base = static_cast<uint8_t*>(cold.data_ptr());
   *on_host = !cold.is_cuda();
-  if (cold.is_cuda()) {
-    if (cold.get_device_index() != pool.get_device_index())
-      ctx.type_error("cold", "on " + Context::describe_device(pool) + " or in pinned host memory",
-                     Context::describe_device(cold));
+  if (!*on_host) {
+    if (!home.has(cold))
+      ctx.type_error("cold", "on " + home.name() + " or in pinned host memory", Context::describe_device(cold));
     return base;
   }
   ctx.cpu(cold, "cold");
@@ -83,33 +83,29 @@ void check_device_pairs(const Context& ctx, PageWork work, const Tensor& pairs, 
 }
 
 template <bool kEncode>
-void move_pages(const Context& ctx, const Tensor& cold, const std::vector<Tensor>& pools, const Tensor& pairs,
+void move_pages(const Context& ctx, const Tensor& cold, const TensorList& pools, const Tensor& pairs,
                 const Tensor& table, const Tensor& scales, int64_t max_ctas) {
   if (pools.empty()) ctx.value_error("pools", "at least one tensor", "none");
-  const int32_t device = pools[0].get_device_index();
-  for (size_t i = 0; i < pools.size(); ++i) {
-    const auto argument = [&] { return "pools[" + std::to_string(i) + "]"; };
-    if (!pools[i].is_cuda()) ctx.type_error(argument(), "a CUDA tensor", Context::describe_device(pools[i]));
-    if (pools[i].get_device_index() != device)
-      ctx.type_error(argument(), "on " + Context::describe_device(pools[0]), Context::describe_device(pools[i]));
-  }
+  const Tensor first = pools.tensor(0);
+  if (!first.is_cuda()) ctx.type_error("pools[0]", "a CUDA tensor", Context::describe_device(first));
+  const Home home(first);
   const bool host_pairs = pairs.is_cpu();
-  if (!host_pairs && !(pairs.is_cuda() && pairs.get_device_index() == pools[0].get_device_index()))
-    ctx.type_error("pairs", "on the CPU or on " + Context::describe_device(pools[0]), Context::describe_device(pairs));
-  const DeviceScope scope(pools[0]);
+  if (!host_pairs && !home.has(pairs))
+    ctx.type_error("pairs", "on the CPU or on " + home.name(), Context::describe_device(pairs));
+  const DeviceScope scope(first);
   bool host_cold = false;
-  uint8_t* base = device_address(ctx, cold, pools[0], &host_cold);
-  PageWork work = read_pages(ctx, cold, base, pools, pairs, table, scales, max_ctas, kEncode);
+  uint8_t* base = device_address(ctx, cold, home, &host_cold);
+  PageWork work = read_pages(ctx, cold, base, pools, home, pairs, table, scales, max_ctas, kEncode);
   if (debug_mode && !host_pairs) check_device_pairs(ctx, work, pairs, kEncode, scope);
-  run(ctx, kEncode, std::move(work), host_pairs, host_cold, max_ctas, pools[0], scope);
+  run(ctx, kEncode, std::move(work), host_pairs, host_cold, max_ctas, first, scope);
 }
 
-void encode_pages_(const Tensor& cold, const std::vector<Tensor>& pools, const Tensor& pairs, const Tensor& table,
+void encode_pages_(const Tensor& cold, const TensorList& pools, const Tensor& pairs, const Tensor& table,
                    const Tensor& scales, int64_t max_ctas) {
   move_pages<true>(Context{"encode_pages_"}, cold, pools, pairs, table, scales, max_ctas);
 }
 
-void decode_pages_(const std::vector<Tensor>& pools, const Tensor& cold, const Tensor& pairs, const Tensor& table,
+void decode_pages_(const TensorList& pools, const Tensor& cold, const Tensor& pairs, const Tensor& table,
                    const Tensor& scales, int64_t max_ctas) {
   move_pages<false>(Context{"decode_pages_"}, cold, pools, pairs, table, scales, max_ctas);
 }
@@ -118,8 +114,8 @@ void decode_pages_(const std::vector<Tensor>& pools, const Tensor& cold, const T
 }  // namespace kvc::nvfp4
 
 STABLE_TORCH_LIBRARY_IMPL(KVC_NAMESPACE, CUDA, m) {
-  m.impl("nvfp4_quantize", TORCH_BOX(&kvc::nvfp4::nvfp4_quantize));
-  m.impl("nvfp4_dequantize", TORCH_BOX(&kvc::nvfp4::nvfp4_dequantize));
-  m.impl("encode_pages_", TORCH_BOX(&kvc::nvfp4::encode_pages_));
-  m.impl("decode_pages_", TORCH_BOX(&kvc::nvfp4::decode_pages_));
+  m.impl("nvfp4_quantize", kvc::boxed<&kvc::nvfp4::nvfp4_quantize>);
+  m.impl("nvfp4_dequantize", kvc::boxed<&kvc::nvfp4::nvfp4_dequantize>);
+  m.impl("encode_pages_", kvc::boxed<&kvc::nvfp4::encode_pages_>);
+  m.impl("decode_pages_", kvc::boxed<&kvc::nvfp4::decode_pages_>);
 }

@@ -2,7 +2,7 @@
 
 #include <tuple>
 
-#include "common/module.h"
+#include "common/boxing.h"
 #include "nvfp4/arguments.h"
 
 namespace kvc::nvfp4 {
@@ -31,23 +31,22 @@ Tensor nvfp4_dequantize(Tensor data, Tensor scales, Tensor lossless, ScalarType 
                          [](PageWork work) { run(std::move(work), false); });
 }
 
-void move_pages(const Context& ctx, const Tensor& cold, const std::vector<Tensor>& pools, const Tensor& pairs,
+void move_pages(const Context& ctx, const Tensor& cold, const TensorList& pools, const Tensor& pairs,
                 const Tensor& table, const Tensor& scales, int64_t max_ctas, bool encode) {
   if (pools.empty()) ctx.value_error("pools", "at least one tensor", "none");
   ctx.cpu(cold, "cold");
-  for (size_t i = 0; i < pools.size(); ++i)
-    if (!pools[i].is_cpu()) ctx.cpu(pools[i], "pools[" + std::to_string(i) + "]");
   ctx.cpu(pairs, "pairs");
-  run(read_pages(ctx, cold, static_cast<uint8_t*>(cold.data_ptr()), pools, pairs, table, scales, max_ctas, encode),
+  run(read_pages(ctx, cold, static_cast<uint8_t*>(cold.data_ptr()), pools, Home(cold), pairs, table, scales, max_ctas,
+                 encode),
       encode);
 }
 
-void encode_pages_(const Tensor& cold, const std::vector<Tensor>& pools, const Tensor& pairs, const Tensor& table,
+void encode_pages_(const Tensor& cold, const TensorList& pools, const Tensor& pairs, const Tensor& table,
                    const Tensor& scales, int64_t max_ctas) {
   move_pages(Context{"encode_pages_"}, cold, pools, pairs, table, scales, max_ctas, true);
 }
 
-void decode_pages_(const std::vector<Tensor>& pools, const Tensor& cold, const Tensor& pairs, const Tensor& table,
+void decode_pages_(const TensorList& pools, const Tensor& cold, const Tensor& pairs, const Tensor& table,
                    const Tensor& scales, int64_t max_ctas) {
   move_pages(Context{"decode_pages_"}, cold, pools, pairs, table, scales, max_ctas, false);
 }
@@ -56,8 +55,8 @@ void decode_pages_(const std::vector<Tensor>& pools, const Tensor& cold, const T
 }  // namespace kvc::nvfp4
 
 STABLE_TORCH_LIBRARY_IMPL(KVC_NAMESPACE, CPU, m) {
-  m.impl("nvfp4_quantize", TORCH_BOX(&kvc::nvfp4::nvfp4_quantize));
-  m.impl("nvfp4_dequantize", TORCH_BOX(&kvc::nvfp4::nvfp4_dequantize));
-  m.impl("encode_pages_", TORCH_BOX(&kvc::nvfp4::encode_pages_));
-  m.impl("decode_pages_", TORCH_BOX(&kvc::nvfp4::decode_pages_));
+  m.impl("nvfp4_quantize", kvc::boxed<&kvc::nvfp4::nvfp4_quantize>);
+  m.impl("nvfp4_dequantize", kvc::boxed<&kvc::nvfp4::nvfp4_dequantize>);
+  m.impl("encode_pages_", kvc::boxed<&kvc::nvfp4::encode_pages_>);
+  m.impl("decode_pages_", kvc::boxed<&kvc::nvfp4::decode_pages_>);
 }

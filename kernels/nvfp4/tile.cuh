@@ -40,16 +40,14 @@ struct Tile {
   }
 };
 
-// A tile whose segment stays where it is.
+// A tile that is described where it was, and once.
 struct PlacedTile {
-  const Segment& in;
-  int64_t hot_slot, cold_slot;
+  const Segment& shape;
+  Place place;
   uint32_t index;
 
-  __device__ __forceinline__ const Segment& segment() const { return in; }
+  __device__ __forceinline__ const Segment& segment() const { return shape; }
   __device__ __forceinline__ Place at() const {
-    const Place place{in.hot + hot_slot * in.hot_stride, in.data + cold_slot * in.data_stride,
-                      in.scales + cold_slot * in.scales_stride};
     __builtin_assume(__isGlobal(place.hot));
     __builtin_assume(__isGlobal(place.data));
     __builtin_assume(__isGlobal(place.scales));

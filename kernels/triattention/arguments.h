@@ -7,17 +7,15 @@
 #include <tuple>
 #include <vector>
 
-#include "common/checks.h"
+#include "common/operands.h"
 
 namespace kvc::triattention {
-
-using Sizes = std::vector<int64_t>;
 
 enum class Mode { kUnion, kPerHead, kPerLayerPerHead };
 
 // One layer's keys; strides in elements.
 struct Pool {
-  const void* data = nullptr;
+  const void* base = nullptr;
   int64_t pages = 0, page_stride = 0, head_stride = 0, token_stride = 0;
 };
 
@@ -69,49 +67,36 @@ inline Range range_of(const Scoring& s, int64_t prompt, int64_t source) {
   return {prompt, first, last, std::max<int64_t>(std::min(last, prompt + s.width) - first, 0)};
 }
 
-// Checks tensors against the device of the first one and against sizes that have names.
+// Checks tensors against a device and against sizes that have names.
 class Reader {
  public:
-  Reader(const Context& ctx, const Tensor& anchor, std::vector<Tensor>& copies)
-      : ctx_(ctx),
-        anchor_(anchor),
-        copies_(copies),
-        cpu_(anchor.is_cpu()),
-        index_(cpu_ ? 0 : static_cast<int32_t>(anchor.get_device_index())) {}
+  Reader(const Context& ctx, const Home& home, std::vector<Tensor>& copies) : ctx_(ctx), home_(home), copies_(copies) {}
 
-  bool has(const Tensor& tensor) const {
-    return cpu_ ? tensor.is_cpu() : tensor.is_cuda() && static_cast<int32_t>(tensor.get_device_index()) == index_;
+  Facts kind(const Tensor& tensor, const char* argument, ScalarType dtype) const {
+    const Facts f(tensor);
+    if (!home_.has(f)) home_.reject(ctx_, tensor, argument);
+    if (!f.is(dtype)) ctx_.dtype(tensor, dtype, argument);
+    return f;
   }
-  void reject(const Tensor& tensor, const std::string& argument) const {
-    ctx_.type_error(argument, "on " + Context::describe_device(anchor_), Context::describe_device(tensor));
-  }
-  void kind(const Tensor& tensor, const char* argument, ScalarType dtype) const {
-    if (!has(tensor)) reject(tensor, argument);
-    if (tensor.scalar_type() != dtype) ctx_.dtype(tensor, dtype, argument);
-  }
-  void check(const Tensor& tensor, const char* argument, ScalarType dtype, const char* names,
-             std::initializer_list<int64_t> sizes) const {
-    kind(tensor, argument, dtype);
-    bool same = tensor.dim() == static_cast<int64_t>(sizes.size());
-    int64_t d = 0;
-    for (const int64_t size : sizes) same = same && tensor.size(d++) == size;
-    if (same) return;
+  Facts check(const Tensor& tensor, const char* argument, ScalarType dtype, const char* names,
+              std::initializer_list<int64_t> sizes) const {
+    const Facts f = kind(tensor, argument, dtype);
+    if (std::equal(sizes.begin(), sizes.end(), f.sizes, f.sizes + f.dim)) return f;
     std::string text;
     for (const int64_t size : sizes) text += (text.empty() ? "[" : ", ") + std::to_string(size);
     ctx_.value_error(argument, Context::name(dtype) + " " + names + " = " + text + "]",
                      Context::describe_shape(tensor));
   }
   template <typename T>
-  const T* contiguous(const Tensor& tensor) {
-    if (tensor.is_contiguous()) return static_cast<const T*>(tensor.data_ptr());
+  const T* contiguous(const Tensor& tensor, const Facts& f) {
+    if (f.contiguous()) return static_cast<const T*>(f.data);
     copies_.push_back(torch::stable::contiguous(tensor));
     return static_cast<const T*>(copies_.back().data_ptr());
   }
   template <typename T>
   const T* read(const Tensor& tensor, const char* argument, ScalarType dtype, const char* names,
                 std::initializer_list<int64_t> sizes) {
-    check(tensor, argument, dtype, names, sizes);
-    return contiguous<T>(tensor);
+    return contiguous<T>(tensor, check(tensor, argument, dtype, names, sizes));
   }
   const float* floats(const Tensor& tensor, const char* argument, const char* names,
                       std::initializer_list<int64_t> sizes) {
@@ -124,10 +109,8 @@ class Reader {
 
  private:
   const Context& ctx_;
-  const Tensor& anchor_;
+  const Home home_;
   std::vector<Tensor>& copies_;
-  bool cpu_;
-  int32_t index_;
 };
 
 // An output given by the caller: any strides, but memory of its own.
@@ -143,14 +126,10 @@ inline Rows read_output(const Context& ctx, const Tensor& out, const char* argum
   return rows_of(out);
 }
 
-inline Tensor new_output(const Tensor& like, const Sizes& sizes) {
-  return torch::stable::new_empty(like, sizes, ScalarType::Float);
-}
-
 inline PhaseArguments read_phase(const Context& ctx, const Tensor& positions, const Tensor& omega,
                                  const Tensor& offsets) {
   PhaseArguments p;
-  Reader reader(ctx, positions, p.copies);
+  Reader reader(ctx, Home(positions), p.copies);
   const ScalarType dtype = positions.scalar_type();
   if (dtype != ScalarType::Int && dtype != ScalarType::Long)
     ctx.type_error("positions", "torch.int32 or torch.int64", Context::name(dtype));
@@ -162,7 +141,7 @@ inline PhaseArguments read_phase(const Context& ctx, const Tensor& positions, co
   p.bands = omega.size(0);
   p.offset_count = offsets.size(0);
   p.wide_positions = dtype == ScalarType::Long;
-  p.positions = reader.contiguous<void>(positions);
+  p.positions = reader.contiguous<void>(positions, Facts(positions));
   p.omega = reader.floats(omega, "omega", "[F]", {p.bands});
   p.offsets = reader.read<int64_t>(offsets, "offsets", ScalarType::Long, "[O]", {p.offset_count});
   return p;
@@ -172,7 +151,7 @@ inline std::pair<Rows, Rows> read_phase_outputs(const Context& ctx, const PhaseA
                                                 const Tensor& omega, const Tensor& offsets, const Tensor& cos,
                                                 const Tensor& sin) {
   std::vector<Tensor> none;
-  const Reader reader(ctx, positions, none);
+  const Reader reader(ctx, Home(positions), none);
   reader.check(cos, "cos", ScalarType::Float, "[requests, F]", {p.requests, p.bands});
   reader.check(sin, "sin", ScalarType::Float, "[requests, F]", {p.requests, p.bands});
   const Rows cosine = read_output(ctx, cos, "cos", {{"positions", positions}, {"omega", omega}, {"offsets", offsets}});
@@ -193,37 +172,36 @@ inline bool is_key_dtype(ScalarType type) {
          type == ScalarType::Float8_e4m3fn;
 }
 
-inline Scoring read_scoring(const Context& ctx, const std::vector<Tensor>& key_pools, const Tensor& page_table,
+inline Scoring read_scoring(const Context& ctx, const TensorList& key_pools, const Tensor& page_table,
                             const Tensor& prompt_lengths, const Tensor& source_lengths, const Tensor& mean_cos,
                             const Tensor& mean_sin, const Tensor& q_mean_real, const Tensor& q_mean_imag,
                             const Tensor& q_norm_excess, const Tensor& freq_scale_sq, const std::string& mode,
                             bool normalize, int64_t width) {
   if (key_pools.empty()) ctx.value_error("key_pools", "at least one tensor", "none");
-  const Tensor& like = key_pools[0];
+  const Facts like(key_pools[0]);
+  const Home home(like);
   Scoring s;
-  Reader reader(ctx, like, s.copies);
+  Reader reader(ctx, home, s.copies);
   s.mode = read_mode(ctx, mode);
   s.normalize = normalize || s.mode == Mode::kUnion;
   if (width < 0 || width > INT32_MAX) ctx.value_error("width", "in [0, 2^31)", width);
   s.width = width;
   s.key_dtype = like.scalar_type();
-  s.pools.reserve(key_pools.size());
   int64_t head_dim = 0;
-  for (size_t l = 0; l < key_pools.size(); ++l) {
-    const Tensor& pool = key_pools[l];
-    const auto argument = [l] { return "key_pools[" + std::to_string(l) + "]"; };
+  s.pools = read_list<Pool>(key_pools, [&](const Facts& f, size_t l) -> Pool {
+    const auto argument = [l] { return indexed("key_pools", static_cast<int64_t>(l)); };
     const auto reject = [&](const std::string& expected) {
-      ctx.value_error(argument(), expected, Context::describe_shape(pool));
+      ctx.value_error(argument(), expected, Context::describe_shape(key_pools.tensor(l)));
     };
-    if (l > 0 && !reader.has(pool)) reader.reject(pool, argument());
-    const ScalarType dtype = pool.scalar_type();
+    if (!home.has(f)) home.reject(ctx, key_pools.tensor(l), argument());
+    const ScalarType dtype = f.scalar_type();
     if (l == 0 && !is_key_dtype(dtype))
       ctx.type_error(argument(), "torch.bfloat16, torch.float16, torch.float32 or torch.float8_e4m3fn",
                      Context::name(dtype));
     if (dtype != s.key_dtype)
       ctx.type_error(argument(), Context::name(s.key_dtype) + ", as key_pools[0]", Context::name(dtype));
-    if (pool.dim() != 4) reject("[pages, kv_heads, tokens_per_page, D]");
-    const auto sizes = pool.sizes(), strides = pool.strides();
+    if (f.dim != 4) reject("[pages, kv_heads, tokens_per_page, D]");
+    const int64_t *const sizes = f.sizes, *const strides = f.strides;
     if (l == 0) {
       s.kv_heads = sizes[1];
       s.tokens_per_page = sizes[2];
@@ -236,32 +214,32 @@ inline Scoring read_scoring(const Context& ctx, const std::vector<Tensor>& key_p
       reject("[pages, " + std::to_string(s.kv_heads) + ", " + std::to_string(s.tokens_per_page) + ", " +
              std::to_string(head_dim) + "], as key_pools[0]");
     if (strides[3] != 1) reject("contiguous in its last dimension");
-    s.pools.push_back({pool.data_ptr(), std::min<int64_t>(sizes[0], INT32_MAX), strides[0], strides[1], strides[2]});
-  }
+    return {f.data, std::min<int64_t>(sizes[0], INT32_MAX), strides[0], strides[1], strides[2]};
+  });
   s.bands = head_dim / 2;
 
-  reader.kind(page_table, "page_table", ScalarType::Int);
-  ctx.shape(page_table.dim() == 2 && page_table.size(0) < INT32_MAX, "page_table", "int32 [requests, max_pages]",
-            page_table);
-  s.requests = page_table.size(0);
-  s.max_pages = std::min<int64_t>(page_table.size(1), INT32_MAX);
-  if (page_table.stride(1) == 1 || s.max_pages <= 1) {
-    s.page_table = static_cast<const int32_t*>(page_table.data_ptr());
-    s.page_table_stride = page_table.stride(0);
+  const Facts table = reader.kind(page_table, "page_table", ScalarType::Int);
+  ctx.shape(table.dim == 2 && table.sizes[0] < INT32_MAX, "page_table", "int32 [requests, max_pages]", page_table);
+  s.requests = table.sizes[0];
+  s.max_pages = std::min<int64_t>(table.sizes[1], INT32_MAX);
+  if (table.strides[1] == 1 || s.max_pages <= 1) {
+    s.page_table = static_cast<const int32_t*>(table.data);
+    s.page_table_stride = table.strides[0];
   } else {
-    s.page_table = reader.contiguous<int32_t>(page_table);
+    s.page_table = reader.contiguous<int32_t>(page_table, table);
     s.page_table_stride = s.max_pages;
   }
   s.prompt_lengths = reader.ints(prompt_lengths, "prompt_lengths", "[requests]", {s.requests});
   s.source_lengths = reader.ints(source_lengths, "source_lengths", "[requests]", {s.requests});
   s.mean_cos = reader.floats(mean_cos, "mean_cos", "[requests, F]", {s.requests, s.bands});
   s.mean_sin = reader.floats(mean_sin, "mean_sin", "[requests, F]", {s.requests, s.bands});
-  if (q_mean_real.dim() != 3 || q_mean_real.size(1) < 1 || q_mean_real.size(1) % s.kv_heads != 0 ||
-      q_mean_real.size(1) > INT32_MAX / s.layers())
+  const Facts queries(q_mean_real);
+  if (queries.dim != 3 || queries.sizes[1] < 1 || queries.sizes[1] % s.kv_heads != 0 ||
+      queries.sizes[1] > INT32_MAX / s.layers())
     ctx.value_error("q_mean_real",
                     "fp32 [layers, q_heads, F] with a multiple of " + std::to_string(s.kv_heads) + " heads",
                     Context::describe_shape(q_mean_real));
-  s.q_heads = q_mean_real.size(1);
+  s.q_heads = queries.sizes[1];
   const std::initializer_list<int64_t> statistics = {s.layers(), s.q_heads, s.bands};
   s.q_mean_real = reader.floats(q_mean_real, "q_mean_real", "[layers, q_heads, F]", statistics);
   s.q_mean_imag = reader.floats(q_mean_imag, "q_mean_imag", "[layers, q_heads, F]", statistics);
@@ -271,19 +249,18 @@ inline Scoring read_scoring(const Context& ctx, const std::vector<Tensor>& key_p
 }
 
 // The result is written while arguments are still read.
-inline Rows read_score_output(const Context& ctx, const Scoring& s, const std::vector<Tensor>& key_pools,
+inline Rows read_score_output(const Context& ctx, const Scoring& s, const TensorList& key_pools,
                               std::initializer_list<std::pair<const char*, Tensor>> others, const Tensor& out) {
   std::vector<Tensor> none;
-  const Reader reader(ctx, key_pools[0], none);
+  const Reader reader(ctx, Home(Facts{key_pools[0]}), none);
   reader.check(out, "out", ScalarType::Float, "[requests, rows, width]", {s.requests, s.rows(), s.width});
-  for (const Tensor& pool : key_pools)
-    if (may_alias(out, pool)) ctx.value_error("out", "apart from key_pools", "memory that they lie in");
+  for (size_t l = 0; l < key_pools.size(); ++l)
+    if (may_alias(out, key_pools.tensor(l))) ctx.value_error("out", "apart from key_pools", "memory that they lie in");
   return read_output(ctx, out, "out", others);
 }
 
 // Debug mode, with lengths and page table on the host: every token to score lies on a page of every pool.
 inline void check_scoring(const Context& ctx, const Scoring& s) {
-  const auto indexed = [](const char* name, int64_t i) { return std::string(name) + "[" + std::to_string(i) + "]"; };
   int64_t pages = s.pools[0].pages;
   for (const Pool& pool : s.pools) pages = std::min(pages, pool.pages);
   for (int64_t r = 0; r < s.requests; ++r) {

@@ -114,7 +114,7 @@ const Scorer* choose(const Scoring& s, const DeviceFacts& facts) {
 
 bool fits(const Scoring& s, int64_t item) {
   for (const Pool& pool : s.pools) {
-    if (pool.pages < 1 || !aligned(pool.data)) return false;
+    if (pool.pages < 1 || !aligned(pool.base)) return false;
     for (const int64_t stride : {pool.page_stride, pool.head_stride, pool.token_stride})
       if (stride * item % kAlignment != 0) return false;
   }
@@ -164,7 +164,7 @@ bool launch_cute_scorer(const Context& ctx, const Scoring& s, const Tensor& like
   const int64_t row_bytes = mean ? units * s.width * 4 : 0;
   const int64_t spill_bytes = units * cluster * (capacity - near) * score_bytes;
   const int64_t rows_at = divide_up(table_bytes, 256) * 256, spill_at = rows_at + divide_up(row_bytes, 256) * 256;
-  const Tensor scratch = torch::stable::new_empty(like, {spill_at + spill_bytes}, ScalarType::Byte);
+  const Tensor scratch = new_output(like, {spill_at + spill_bytes}, ScalarType::Byte);
   uint8_t* const memory = static_cast<uint8_t*>(scratch.data_ptr());
   float* const row_memory = reinterpret_cast<float*>(memory + rows_at);
   const Rows rows = mean ? Rows{row_memory, s.layers() * s.kv_heads * s.width, s.width, 1}
@@ -179,7 +179,7 @@ bool launch_cute_scorer(const Context& ctx, const Scoring& s, const Tensor& like
     stage.layers = int32(std::min<int64_t>(s.layers() - first, kMaxLayers));
     for (int32_t i = 0; i < stage.layers; ++i) {
       const Pool& pool = s.pools[static_cast<size_t>(first + i)];
-      const int64_t fields[kPoolFields] = {address(pool.data), pool.page_stride * item, pool.head_stride * item,
+      const int64_t fields[kPoolFields] = {address(pool.base), pool.page_stride * item, pool.head_stride * item,
                                            pool.token_stride * item, pool.pages};
       std::copy_n(fields, kPoolFields, stage.pools[i]);
     }

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "common/boxing.h"
 #include "common/launch_compiled.h"
 #include "triattention/arguments.h"
 #include "triattention/score_cute.h"
@@ -149,7 +150,7 @@ class Scratch {
     return at;
   }
   void allocate(const Tensor& like) {
-    memory_ = torch::stable::new_empty(like, {bytes_}, ScalarType::Byte);
+    memory_ = new_output(like, {bytes_}, ScalarType::Byte);
     base_ = static_cast<uint8_t*>(memory_->data_ptr());
   }
   template <typename T>
@@ -172,7 +173,7 @@ bool is_aligned(const Scoring& s) {
   const int64_t item = item_bytes(s.key_dtype);
   int64_t all = s.bands * item;
   for (const Pool& pool : s.pools)
-    all |= reinterpret_cast<int64_t>(pool.data) | item * (pool.page_stride | pool.head_stride | pool.token_stride);
+    all |= reinterpret_cast<int64_t>(pool.base) | item * (pool.page_stride | pool.head_stride | pool.token_stride);
   return all % 16 == 0;
 }
 
@@ -199,7 +200,7 @@ void prepare(const Scoring& s, Preparation& p, const DeviceFacts& facts, cudaStr
     p.layer_count = int32(std::min<int64_t>(s.layers() - first, kMaxLayers));
     for (int l = 0; l < p.layer_count; ++l) {
       const Pool& pool = s.pools[static_cast<size_t>(first + l)];
-      const int64_t fields[kPoolFields] = {reinterpret_cast<int64_t>(pool.data), pool.pages, pool.page_stride,
+      const int64_t fields[kPoolFields] = {reinterpret_cast<int64_t>(pool.base), pool.pages, pool.page_stride,
                                            pool.head_stride, pool.token_stride};
       std::copy(std::begin(fields), std::end(fields), p.pools[l]);
     }
@@ -350,7 +351,8 @@ std::tuple<Tensor, Tensor> mean_phase(const Tensor& positions, const Tensor& ome
   check_cuda(ctx, positions, "positions");
   const DeviceScope scope(positions);
   const PhaseArguments p = read_phase(ctx, positions, omega, offsets);
-  Tensor cosine = new_output(omega, {p.requests, p.bands}), sine = new_output(omega, {p.requests, p.bands});
+  Tensor cosine = new_output(omega, {p.requests, p.bands}, ScalarType::Float),
+         sine = new_output(omega, {p.requests, p.bands}, ScalarType::Float);
   mean_phase_rows(ctx, p, rows_of(cosine), rows_of(sine), scope);
   return {cosine, sine};
 }
@@ -365,31 +367,32 @@ void mean_phase_out(const Tensor& positions, const Tensor& omega, const Tensor& 
   mean_phase_rows(ctx, p, cosine, sine, scope);
 }
 
-// References: boxing would otherwise copy the list.
-Tensor triattention_score(const std::vector<Tensor>& key_pools, const Tensor& page_table, const Tensor& prompt_lengths,
+Tensor triattention_score(const TensorList& key_pools, const Tensor& page_table, const Tensor& prompt_lengths,
                           const Tensor& source_lengths, const Tensor& mean_cos, const Tensor& mean_sin,
                           const Tensor& q_mean_real, const Tensor& q_mean_imag, const Tensor& q_norm_excess,
                           const Tensor& freq_scale_sq, const std::string& mode, bool normalize, int64_t width) {
   const Context ctx{"triattention_score"};
   if (key_pools.empty()) ctx.value_error("key_pools", "at least one tensor", "none");
-  check_cuda(ctx, key_pools[0], "key_pools[0]");
-  const DeviceScope scope(key_pools[0]);
+  const Tensor first = key_pools.tensor(0);
+  check_cuda(ctx, first, "key_pools[0]");
+  const DeviceScope scope(first);
   const Scoring s = read_scoring(ctx, key_pools, page_table, prompt_lengths, source_lengths, mean_cos, mean_sin,
                                  q_mean_real, q_mean_imag, q_norm_excess, freq_scale_sq, mode, normalize, width);
-  Tensor out = new_output(mean_cos, s.sizes());
+  Tensor out = new_output(mean_cos, s.sizes(), ScalarType::Float);
   score(ctx, s, mean_cos, rows_of(out), scope);
   return out;
 }
 
-void triattention_score_out(const std::vector<Tensor>& key_pools, const Tensor& page_table,
-                            const Tensor& prompt_lengths, const Tensor& source_lengths, const Tensor& mean_cos,
-                            const Tensor& mean_sin, const Tensor& q_mean_real, const Tensor& q_mean_imag,
-                            const Tensor& q_norm_excess, const Tensor& freq_scale_sq, const std::string& mode,
-                            bool normalize, int64_t width, const Tensor& out) {
+void triattention_score_out(const TensorList& key_pools, const Tensor& page_table, const Tensor& prompt_lengths,
+                            const Tensor& source_lengths, const Tensor& mean_cos, const Tensor& mean_sin,
+                            const Tensor& q_mean_real, const Tensor& q_mean_imag, const Tensor& q_norm_excess,
+                            const Tensor& freq_scale_sq, const std::string& mode, bool normalize, int64_t width,
+                            const Tensor& out) {
   const Context ctx{"triattention_score"};
   if (key_pools.empty()) ctx.value_error("key_pools", "at least one tensor", "none");
-  check_cuda(ctx, key_pools[0], "key_pools[0]");
-  const DeviceScope scope(key_pools[0]);
+  const Tensor first = key_pools.tensor(0);
+  check_cuda(ctx, first, "key_pools[0]");
+  const DeviceScope scope(first);
   const Scoring s = read_scoring(ctx, key_pools, page_table, prompt_lengths, source_lengths, mean_cos, mean_sin,
                                  q_mean_real, q_mean_imag, q_norm_excess, freq_scale_sq, mode, normalize, width);
   const Rows rows = read_score_output(ctx, s, key_pools,
@@ -410,8 +413,8 @@ void triattention_score_out(const std::vector<Tensor>& key_pools, const Tensor& 
 }  // namespace kvc::triattention
 
 STABLE_TORCH_LIBRARY_IMPL(KVC_NAMESPACE, CUDA, m) {
-  m.impl("mean_phase", TORCH_BOX(&kvc::triattention::mean_phase));
-  m.impl("mean_phase.out", TORCH_BOX(&kvc::triattention::mean_phase_out));
-  m.impl("triattention_score", TORCH_BOX(&kvc::triattention::triattention_score));
-  m.impl("triattention_score.out", TORCH_BOX(&kvc::triattention::triattention_score_out));
+  m.impl("mean_phase", kvc::boxed<&kvc::triattention::mean_phase>);
+  m.impl("mean_phase.out", kvc::boxed<&kvc::triattention::mean_phase_out>);
+  m.impl("triattention_score", kvc::boxed<&kvc::triattention::triattention_score>);
+  m.impl("triattention_score.out", kvc::boxed<&kvc::triattention::triattention_score_out>);
 }

@@ -5,7 +5,7 @@
 #include <limits>
 #include <memory>
 
-#include "common/module.h"
+#include "common/boxing.h"
 #include "kvc/nvfp4.h"
 #include "triattention/arguments.h"
 
@@ -173,7 +173,7 @@ void score_chunk(const Scoring& s, int64_t index, int64_t layer, int64_t kv_head
     for (int64_t i = 0; i < tokens; ++i) {
       const int64_t token = begin + i, page = table[token / s.tokens_per_page];
       keys[i] = page < 0 || page >= pool.pages ? nullptr
-                                               : static_cast<const uint8_t*>(pool.data) +
+                                               : static_cast<const uint8_t*>(pool.base) +
                                                      item * (page * pool.page_stride + kv_head * pool.head_stride +
                                                              token % s.tokens_per_page * pool.token_stride);
     }
@@ -268,7 +268,7 @@ void score(const Context& ctx, const Scoring& s, const Tensor& like, const Rows&
     for (int64_t begin = range.first; begin < end; begin += kChunk)
       scratch.chunks.push_back({r, begin, std::min(begin + kChunk, end)});
   }
-  const Tensor scores = new_output(like, {s.requests, s.score_rows(), scratch.columns});
+  const Tensor scores = new_output(like, {s.requests, s.score_rows(), scratch.columns}, ScalarType::Float);
   scratch.scores = static_cast<float*>(scores.data_ptr());
   const int64_t groups = s.layers() * s.kv_heads, chunks = static_cast<int64_t>(scratch.chunks.size());
   if (s.normalize) scratch.moments.resize(static_cast<size_t>(chunks * s.layers() * s.q_heads));
@@ -289,7 +289,8 @@ std::tuple<Tensor, Tensor> mean_phase(const Tensor& positions, const Tensor& ome
   const Context ctx{"mean_phase"};
   ctx.cpu(positions, "positions");
   const PhaseArguments p = read_phase(ctx, positions, omega, offsets);
-  Tensor cosine = new_output(omega, {p.requests, p.bands}), sine = new_output(omega, {p.requests, p.bands});
+  Tensor cosine = new_output(omega, {p.requests, p.bands}, ScalarType::Float),
+         sine = new_output(omega, {p.requests, p.bands}, ScalarType::Float);
   mean_phase_rows(p, rows_of(cosine), rows_of(sine));
   return {cosine, sine};
 }
@@ -303,27 +304,26 @@ void mean_phase_out(const Tensor& positions, const Tensor& omega, const Tensor& 
   mean_phase_rows(p, cosine, sine);
 }
 
-// References: boxing would otherwise copy the list.
-Tensor triattention_score(const std::vector<Tensor>& key_pools, const Tensor& page_table, const Tensor& prompt_lengths,
+Tensor triattention_score(const TensorList& key_pools, const Tensor& page_table, const Tensor& prompt_lengths,
                           const Tensor& source_lengths, const Tensor& mean_cos, const Tensor& mean_sin,
                           const Tensor& q_mean_real, const Tensor& q_mean_imag, const Tensor& q_norm_excess,
                           const Tensor& freq_scale_sq, const std::string& mode, bool normalize, int64_t width) {
   const Context ctx{"triattention_score"};
-  if (!key_pools.empty()) ctx.cpu(key_pools[0], "key_pools[0]");
+  if (!key_pools.empty()) ctx.cpu(key_pools.tensor(0), "key_pools[0]");
   const Scoring s = read_scoring(ctx, key_pools, page_table, prompt_lengths, source_lengths, mean_cos, mean_sin,
                                  q_mean_real, q_mean_imag, q_norm_excess, freq_scale_sq, mode, normalize, width);
-  Tensor out = new_output(mean_cos, s.sizes());
+  Tensor out = new_output(mean_cos, s.sizes(), ScalarType::Float);
   score(ctx, s, mean_cos, rows_of(out));
   return out;
 }
 
-void triattention_score_out(const std::vector<Tensor>& key_pools, const Tensor& page_table,
-                            const Tensor& prompt_lengths, const Tensor& source_lengths, const Tensor& mean_cos,
-                            const Tensor& mean_sin, const Tensor& q_mean_real, const Tensor& q_mean_imag,
-                            const Tensor& q_norm_excess, const Tensor& freq_scale_sq, const std::string& mode,
-                            bool normalize, int64_t width, const Tensor& out) {
+void triattention_score_out(const TensorList& key_pools, const Tensor& page_table, const Tensor& prompt_lengths,
+                            const Tensor& source_lengths, const Tensor& mean_cos, const Tensor& mean_sin,
+                            const Tensor& q_mean_real, const Tensor& q_mean_imag, const Tensor& q_norm_excess,
+                            const Tensor& freq_scale_sq, const std::string& mode, bool normalize, int64_t width,
+                            const Tensor& out) {
   const Context ctx{"triattention_score"};
-  if (!key_pools.empty()) ctx.cpu(key_pools[0], "key_pools[0]");
+  if (!key_pools.empty()) ctx.cpu(key_pools.tensor(0), "key_pools[0]");
   const Scoring s = read_scoring(ctx, key_pools, page_table, prompt_lengths, source_lengths, mean_cos, mean_sin,
                                  q_mean_real, q_mean_imag, q_norm_excess, freq_scale_sq, mode, normalize, width);
   const Rows rows = read_score_output(ctx, s, key_pools,
@@ -344,8 +344,8 @@ void triattention_score_out(const std::vector<Tensor>& key_pools, const Tensor& 
 }  // namespace kvc::triattention
 
 STABLE_TORCH_LIBRARY_IMPL(KVC_NAMESPACE, CPU, m) {
-  m.impl("mean_phase", TORCH_BOX(&kvc::triattention::mean_phase));
-  m.impl("mean_phase.out", TORCH_BOX(&kvc::triattention::mean_phase_out));
-  m.impl("triattention_score", TORCH_BOX(&kvc::triattention::triattention_score));
-  m.impl("triattention_score.out", TORCH_BOX(&kvc::triattention::triattention_score_out));
+  m.impl("mean_phase", kvc::boxed<&kvc::triattention::mean_phase>);
+  m.impl("mean_phase.out", kvc::boxed<&kvc::triattention::mean_phase_out>);
+  m.impl("triattention_score", kvc::boxed<&kvc::triattention::triattention_score>);
+  m.impl("triattention_score.out", kvc::boxed<&kvc::triattention::triattention_score_out>);
 }
