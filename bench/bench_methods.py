@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from time import perf_counter_ns
 from typing import Annotated, Any
 
 import kvc
@@ -150,13 +151,67 @@ class Case:
         self.round()
 
     def core(self) -> None:
-        self.manager._round.decide(self.requests)
-        self.manager._round.move(self.requests)
+        for _, step in self.steps():
+            step()
 
     def steps(self) -> list[tuple[str, Any]]:
         """The ops of a round, each by itself."""
-        _, decide, move = self.manager._round._program(self.requests)
-        return [(name_of(step), step) for step in (*decide, *move)]
+        program = self.manager._round._program(self.requests)
+        return [(name_of(step), step) for step in (*program.decide, *program.move)]
+
+    def stages(self) -> dict[str, float]:
+        """A round as the hook runs it, with the microseconds the host spends on each part."""
+        manager, core = self.manager, self.manager._round
+        times = [perf_counter_ns()]
+        due, requests, _ = manager._due(self.running)
+        times.append(perf_counter_ns())
+        core.stage(due)
+        times.append(perf_counter_ns())
+        core.decide(len(due))
+        changes = manager._resizes(due, requests)
+        times.append(perf_counter_ns())
+        after = core.move(len(due))
+        times.append(perf_counter_ns())
+        self.resize(changes, after)
+        times.append(perf_counter_ns())
+        return {name: (b - a) / 1e3 for name, a, b in zip(STAGES, times, times[1:], strict=False)}
+
+
+STAGES = (
+    "find who is due and check",
+    "numbers to the device",
+    "plan new lengths",
+    "launch, and an event",
+    "the engine's resize",
+)
+
+
+def host_rows(case: Case, name: str, bar: float | None) -> list[Row]:
+    """What a round costs the host, the GPU idle before each: in all, by stage, and with its ops called one by one."""
+    program = case.manager._round._program(case.requests)
+
+    def measured(run: Any) -> list[Any]:
+        found = []
+        for index in range(120):
+            case.rewind()
+            torch.cuda.synchronize()
+            found += [run()] if index >= 20 else []
+        return found
+
+    def whole() -> float:
+        (time,) = common.host_times(case.round, repeats=1, warmup=0)
+        return time
+
+    rows: list[Row] = [{"case": f"{name}: host", **common.summary(measured(whole)), "bar_us": bar}]
+    stages = measured(case.stages)
+    rows += [
+        {"case": f"{name}: host, {stage}", **common.summary([times[stage] for times in stages])}
+        for stage in STAGES
+    ]
+    graph, program.graph = program.graph, None
+    rows.append({"case": f"{name}: host, without its graph", **common.summary(measured(whole))})
+    program.graph = graph
+    return rows
 
 
 def name_of(step: Any) -> str:
@@ -192,15 +247,7 @@ def gpu_rows(copy: float, only: str) -> list[Row]:
         rows.append({"case": f"{name}: its core in a graph", **core, "of_sum": core["us"] / total})
         keys = case.requests * case.layers * case.heads * (case.budget + case.beta) * case.head_dim * 2
         rows[-2]["keys_at_copy_us"] = keys / copy / 1e3
-        times = []
-        for index in range(120):
-            case.rewind()
-            torch.cuda.synchronize()
-            times += common.host_times(case.round, repeats=1, warmup=0) if index >= 20 else []
-            case.again()
-        rows.append(
-            {"case": f"{name}: host", **common.summary(times), "bar_us": HOST_BAR_US if barred else None}
-        )
+        rows += host_rows(case, name, HOST_BAR_US if barred else None)
         del case
         torch.cuda.empty_cache()
     return rows

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,7 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
     """A table; columns that are all numbers stand to the right."""
 
     def numeric(column: int) -> bool:
-        return all(re.fullmatch(r"[\d,.]+x?|-", row[column]) for row in rows)
+        return all(re.fullmatch(r"[\d,.]+[x%]?|-", row[column]) for row in rows)
 
     rule = ["---:" if numeric(i) else "---" for i in range(len(head))]
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)] if rows else []
@@ -129,31 +129,63 @@ def time_of(row: Row) -> str:
     return f"{row['us_page']:.2f}" if "us_page" in row else str(row.get("refuses", "-"))
 
 
+def us_of(row: Row | None) -> str:
+    return f"{row['us']:,.1f}" if row and "us" in row else "-"
+
+
+def notes(lines: Iterable[str]) -> Lines:
+    """Paragraphs below a table."""
+    return [part for line in lines for part in ("", line)]
+
+
+def refusals(rows: Iterable[Row]) -> Lines:
+    """Why rows have no time."""
+    return notes(f"No time of {row['case']}: {row['refuses']}." for row in rows if "refuses" in row)
+
+
+def peers(run: Run) -> Lines:
+    found = {(row["op"], row["way"]): row for row in run.rows if "way" in row and "op" in row}
+    rows = []
+    for way in dict.fromkeys(way for (_, way), row in found.items() if "us" in row):
+        cells = []
+        for op in ("quantize", "dequantize"):
+            row, ours = found.get((op, way), {}), found.get((op, "kvc"), {})
+            both = "us" in row and "us" in ours
+            cells += [us_of(row), f"{row['us'] / ours['us']:.1f}x" if both else "-"]
+            cells += [f"{row['equal_bytes']:.2%}" if "us" in row else "-"]
+        rows.append([way, *cells])
+    head = ("by", "quantize, us", "of kvc's", "equal bytes", "dequantize, us", "of kvc's", "equal bytes")
+    return markdown(head, rows) + refusals(found.values())
+
+
 def compaction(run: Run) -> Lines:
     kinds = ("ordered: ", "fill: ", "side by side, 32")
     details = ("pages of", "head size", "MLA", "idle")  # in the JSON
-    rows = [
-        [row["case"], f"{row['us']:,.1f}", of_ceiling(row)]
+    found = [
+        row
         for row in run.rows
-        if row["case"].startswith(kinds)
-        and "share" in row
-        and not any(word in row["case"] for word in details)
+        if row["case"].startswith(kinds) and not any(word in row["case"] for word in details)
     ]
-    return markdown(("case", "us", "share of a copy"), rows)
+    rows = [[row["case"], us_of(row), of_ceiling(row)] for row in found if "share" in row]
+    return markdown(("case", "us", "share of a copy"), rows) + refusals(found)
 
 
 def topk(run: Run) -> Lines:
-    rows = []
+    rows: list[list[str]] = []
+    refused: dict[str, set[str]] = {}
     for row in run.rows:
         found = re.fullmatch(r"256 x (\d+), k (\d+), normal, full", row["case"])
         if found:
             best = row.get("best_peer")
             other = f"{best}, {row['peers'][best]['us']:.1f} us, {row['speedup']:.1f}x" if best else "-"
+            for name, peer in row["peers"].items():
+                if "refuses" in peer:
+                    refused.setdefault(f"{name}: {peer['refuses']}", set()).add(f"{int(found[2]):,}")
             plain = row["peers"]["torch.topk"].get("us")
             cells = [f"{int(found[1]):,}", f"{int(found[2]):,}", f"{row['us']:.1f}", f"{row['read_us']:.1f}"]
             cells += [f"{row['settle_us']:.1f}" if "settle_us" in row else "-"]
-            rows.append([*cells, other, f"{plain:.1f}" if plain else "-"])
-    return markdown(
+            rows.append([*cells, other, f"{plain:,.1f}" if plain else "-"])
+    table = markdown(
         (
             "scores",
             "k",
@@ -165,6 +197,7 @@ def topk(run: Run) -> Lines:
         ),
         rows,
     )
+    return table + notes(f"No time of k {', '.join(sorted(ks))}: {why}." for why, ks in refused.items())
 
 
 def triattention(run: Run) -> Lines:
@@ -191,6 +224,7 @@ TABLES: dict[str, tuple[str, Callable[[Run], Lines]]] = {
     "hbm": ("nvfp4", hbm),
     "beside": ("nvfp4", beside),
     "transfers": ("nvfp4", transfers),
+    "peers": ("nvfp4", peers),
     "compaction": ("compaction", compaction),
     "topk": ("topk", topk),
     "triattention": ("triattention", triattention),
@@ -206,6 +240,8 @@ CAPTIONS = {
     "beside": "What a transfer to or from pinned memory costs matrix products that run beside it.",
     "transfers": "Pages of one size to pinned memory, launches included."
     "\n\n![time against the size of a page](docs/bench_transfers.svg)",
+    "peers": "256 MiB of BF16 rows of 128 to NVFP4 and back in the GPU's memory, plain calls. FlashInfer quantizes as"
+    " it appends to\nthe pages of a cache.",
     "compaction": "Compaction in BF16, budget 2,048, 128 of 2,176 tokens evicted at random; bytes read and written"
     " against\na copy, {copy}.",
     "topk": "Top-k of 256 rows of fp32 scores, normal, cold L2."
@@ -256,11 +292,11 @@ def draw(folder: Path, runs: Runs) -> list[Path]:
     }
     written = []
     for name, plot in plots.items():
-        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.add_subplot(xscale="log", yscale="log")
         if place := plot(axes, runs):
             axes.grid(which="major", color="0.85")
-            axes.legend(frameon=False, fontsize=8)
+            axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
             axes.set_title(place, fontsize=8, color="0.3")
             figure.savefig(folder / name, metadata={"Date": None})
             text = (folder / name).read_text()  # matplotlib ends lines in spaces

@@ -188,26 +188,100 @@ class ColdPageCodec:
         return self.life_cycles[life_cycle]
 
     def cold_page_bytes(self, life_cycle: int) -> int:
-        """Bytes of every cold page of a life cycle."""
+        """Bytes of every cold page of a life cycle.
+
+        Parameters
+        ----------
+        life_cycle : int
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        ValueError
+            There is no such life cycle.
+        """
         return self.layouts[self._cycle(life_cycle).id].cold_page_bytes
 
     def hot_page_bytes(self, life_cycle: int) -> int:
-        """Bytes that a hot page of a life cycle has in the pools."""
+        """Bytes that a hot page of a life cycle has in the pools.
+
+        Parameters
+        ----------
+        life_cycle : int
+
+        Returns
+        -------
+        int
+            The sum over the buffers of its layers.
+
+        Raises
+        ------
+        ValueError
+            There is no such life cycle.
+        """
         return self.layouts[self._cycle(life_cycle).id].hot_page_bytes
 
     def hot_slots(self, hot_group: int) -> int:
-        """Slots that every pool of a hot group has."""
+        """Slots that every pool of a hot group has.
+
+        Parameters
+        ----------
+        hot_group : int
+            Index into the pools that the codec was bound to.
+
+        Returns
+        -------
+        int
+        """
         return min(pool.shape[0] for pool in self.pools[hot_group])
 
     def batching_id(self, life_cycle: int) -> int:
         """The smallest life cycle whose pages may be moved in one call with this one's.
 
         They share hot and cold group and have equal layouts.
+
+        Parameters
+        ----------
+        life_cycle : int
+
+        Returns
+        -------
+        int
+
+        Raises
+        ------
+        ValueError
+            There is no such life cycle.
         """
         return self._batching[self._cycle(life_cycle).id]
 
     def encode(self, life_cycle: int, cold: Tensor, pairs: Tensor, max_ctas: int = 0) -> None:
-        """Write hot pages into cold slots: :func:`kvc.encode_pages_` with `pairs` of (cold slot, hot slot)."""
+        """Write hot pages into cold slots: :func:`kvc.encode_pages_` with this life cycle's pools and layout.
+
+        Enqueued on the current stream of the pools' device; the host does not wait.
+
+        Parameters
+        ----------
+        life_cycle : int
+        cold : Tensor
+            uint8 ``[slots, cold_page_bytes]``, written: on the pools' device, or pinned host memory beside CUDA pools.
+        pairs : Tensor
+            int32 ``[n, 2]`` of (cold slot, hot slot), on the CPU or the pools' device. A hot slot may repeat, a cold
+            one may not.
+        max_ctas : int
+            Most thread blocks of the transfer; 0 for the op's default.
+
+        Raises
+        ------
+        ValueError
+            There is no such life cycle; a shape, slot or size that is not as above; unpinned memory beside CUDA pools.
+            Nothing has been written.
+        TypeError
+            A dtype or device that is not as above.
+        """
         self._encode(self._cycle(life_cycle).id, cold, pairs, max_ctas)
 
     def _encode(self, life_cycle: int, cold: Tensor, pairs: Tensor, max_ctas: int) -> None:
@@ -215,7 +289,26 @@ class ColdPageCodec:
         encode_pages_(cold, pools, pairs, layout.table, layout.scales, max_ctas)
 
     def decode(self, life_cycle: int, cold: Tensor, pairs: Tensor, max_ctas: int = 0) -> None:
-        """Rebuild hot pages: :func:`kvc.decode_pages_` with `pairs` of (hot slot, cold slot)."""
+        """Rebuild hot pages: :func:`kvc.decode_pages_` with this life cycle's pools and layout.
+
+        Enqueued on the current stream of the pools' device; the host does not wait.
+
+        Parameters
+        ----------
+        life_cycle : int
+        cold : Tensor
+            uint8 ``[slots, cold_page_bytes]``, as :meth:`encode` wrote it.
+        pairs : Tensor
+            int32 ``[n, 2]`` of (hot slot, cold slot), on the CPU or the pools' device. A cold slot may repeat, a hot
+            one may not.
+        max_ctas : int
+            Most thread blocks of the transfer; 0 for the op's default.
+
+        Raises
+        ------
+        ValueError, TypeError
+            As for :meth:`encode`.
+        """
         cycle = self._cycle(life_cycle)
         layout, pools = self.layouts[cycle.id], self.pools[cycle.hot_group]
         decode_pages_(pools, cold, pairs, layout.table, layout.scales, max_ctas)
@@ -236,6 +329,13 @@ class ColdPageCodec:
         -------
         int
             How many calls it took.
+
+        Raises
+        ------
+        KeyError
+            `cold` lacks a cold group that `pairs` needs.
+        ValueError, TypeError
+            As for :meth:`encode`; calls before the failing one have been made.
         """
         batches = self._batches(pairs)
         for cycle, batch in batches.items():
@@ -243,7 +343,27 @@ class ColdPageCodec:
         return len(batches)
 
     def decode_many(self, cold: Mapping[int, Tensor], pairs: Mapping[int, Tensor], max_ctas: int = 0) -> int:
-        """Decode pages of several life cycles; as :meth:`encode_many`, with pairs of (hot slot, cold slot)."""
+        """Decode pages of several life cycles, those that may share a call in one.
+
+        Parameters
+        ----------
+        cold : mapping of int to Tensor
+            By cold group, uint8 ``[slots, cold_page_bytes]``.
+        pairs : mapping of int to Tensor
+            By life cycle, int32 ``[n, 2]`` of (hot slot, cold slot).
+        max_ctas : int
+            As for :func:`kvc.decode_pages_`.
+
+        Returns
+        -------
+        int
+            How many calls it took.
+
+        Raises
+        ------
+        KeyError, ValueError, TypeError
+            As for :meth:`encode_many`.
+        """
         batches = self._batches(pairs)
         for cycle, batch in batches.items():
             self.decode(cycle, cold[self.life_cycles[cycle].cold_group], batch, max_ctas)
@@ -260,6 +380,16 @@ class ColdPageCodec:
 
         ``native().capsule()`` is a capsule named ``kvc.ColdPageCodec`` that holds a ``ColdPageCodec*`` of
         ``kvc/cold_page_codec.h``. The pools must outlive it: C++ does not see that a tensor dies.
+
+        Parameters
+        ----------
+        max_ctas : int
+            Most thread blocks of each of its transfers; 0 for the op's default.
+
+        Returns
+        -------
+        kvc._codec.Codec
+            Configured.
 
         Raises
         ------

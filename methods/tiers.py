@@ -194,7 +194,24 @@ class TieredPageStore:
     # What an engine calls.
 
     def lookup(self, life_cycle: int, keys: Sequence[bytes]) -> int:
-        """How many of `keys`, from the first, are in some tier."""
+        """How many pages of a sequence are in some tier, from the first on.
+
+        Parameters
+        ----------
+        life_cycle : int
+        keys : sequence of bytes
+            One for each page, in the order of the sequence, as :func:`prefix_keys` returns them.
+
+        Returns
+        -------
+        int
+            At most ``len(keys)``. Nothing is moved, pinned or counted as a hit.
+
+        Raises
+        ------
+        ValueError
+            There is no such life cycle.
+        """
         with self._lock:
             hot, host, disk = self._tiers(life_cycle)
             for count, key in enumerate(keys):
@@ -210,6 +227,7 @@ class TieredPageStore:
         ----------
         life_cycle : int
         keys : sequence of bytes
+            One for each page, in the order of the sequence; none twice.
 
         Returns
         -------
@@ -219,8 +237,12 @@ class TieredPageStore:
 
         Raises
         ------
+        ValueError
+            There is no such life cycle, or a key is given twice.
         NoFreePagesError
             Found pages need more slots than are free or unpinned.
+        OSError
+            The disk failed to take a page that makes room, or to give one. Nothing stays pinned.
         """
         with self._lock, self._counted():
             hot, host, disk = self._tiers(life_cycle)
@@ -266,14 +288,25 @@ class TieredPageStore:
             return [hot.pages[name] for name in found]
 
     def allocate(self, life_cycle: int, count: int) -> list[int]:
-        """`count` pinned hot slots to write new pages into, in work on the current stream.
+        """Pin free hot slots to write new pages into, in work on the current stream.
 
         Pages that nobody has pinned leave the GPU for them, the least recently used first.
+
+        Parameters
+        ----------
+        life_cycle : int
+        count : int
+            Slots, one for each page.
+
+        Returns
+        -------
+        list of int
+            `count` hot slots. Each needs one :meth:`release`.
 
         Raises
         ------
         ValueError
-            `count` is negative.
+            There is no such life cycle, or `count` is negative.
         NoFreePagesError
             Not enough slots are free or unpinned.
         OSError
@@ -293,6 +326,19 @@ class TieredPageStore:
         """Name pinned slots whose pages are written, by work on the current stream, and will not change any more.
 
         A key that another slot has already is left to that one.
+
+        Parameters
+        ----------
+        life_cycle : int
+        slots : sequence of int
+            Hot slots from :meth:`allocate`, none twice and none named before, unless by the same key.
+        keys : sequence of bytes
+            As many: the name of each page, from 1 byte to the longest that the file format has room for.
+
+        Raises
+        ------
+        ValueError
+            There is no such life cycle, or slots or keys are not as above. Nothing has been named.
         """
         with self._lock, self._counted():
             hot = self._tiers(life_cycle)[0]
@@ -319,7 +365,19 @@ class TieredPageStore:
     def release(self, life_cycle: int, slots: Sequence[int]) -> None:
         """Take one pin off each slot. Named pages stay until their slot is needed, others are forgotten.
 
-        Of pages released together the last is the first to leave, as it is of use only with those before it.
+        Of pages released together the last is the first to leave, as it is of use only with those before it. Who gets
+        a slot next waits for the work that is on the current stream now.
+
+        Parameters
+        ----------
+        life_cycle : int
+        slots : sequence of int
+            Hot slots, each as often as it is to lose a pin.
+
+        Raises
+        ------
+        ValueError
+            There is no such life cycle, or a slot has fewer pins. No pin has been taken.
         """
         with self._lock:
             hot = self._tiers(life_cycle)[0]
@@ -335,15 +393,48 @@ class TieredPageStore:
                         disk.touch(name)
 
     def on_disk(self, life_cycle: int, key: bytes) -> bool:
-        """Whether the page would survive the process now. Of a page that an earlier store left, it is read to see."""
+        """Whether a page would survive the process now. One that an earlier store left is read to see.
+
+        Parameters
+        ----------
+        life_cycle : int
+        key : bytes
+            As given to :meth:`commit`.
+
+        Returns
+        -------
+        bool
+            False without a disk tier.
+
+        Raises
+        ------
+        ValueError
+            There is no such life cycle.
+        OSError
+            The disk failed to give the record.
+        """
         with self._lock:
             return self._is_stored((life_cycle, key))
 
     def flush(self, sync: bool = False) -> int:
-        """Write every committed page that is not on disk yet, as far as the files have slots for all; how many.
+        """Write every committed page that is not on disk yet, as far as the files have slots for all.
 
-        The most recently used pages are written when not all of them fit. With `sync` they survive a loss of power
-        too.
+        The most recently used pages are written when not all of them fit. The host waits for their transfers.
+
+        Parameters
+        ----------
+        sync : bool
+            Wait for the disk too, so that the pages survive a loss of power.
+
+        Returns
+        -------
+        int
+            How many pages were written; 0 without a disk tier.
+
+        Raises
+        ------
+        OSError
+            The disk took no page. Those it has taken are stored.
         """
         written = 0
         with self._lock, self._counted():

@@ -10,9 +10,9 @@ number of tokens it has lost: the logical length is the physical length plus `co
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, NoReturn
 
 import torch
 from kvc import calibration as calibration_files
@@ -222,99 +222,140 @@ class TriAttentionManager(KVCacheCompressionManager):
         ------
         RuntimeError
             A request was not initialised, or its numbers cannot be: shorter than its last round left it, longer than
-            a round can select from or `max_seq_len`, or with a longer tail than the facts allow. Nothing has changed.
+            a round can select from or `max_seq_len`, or with a longer tail than the facts allow. Or the current stream
+            is being captured. Nothing has changed.
         RequestsLostError
             The round failed after it began to move tokens.
         """
         if self._engine is None:
             raise RuntimeError("kvc.methods.TriAttentionManager: no engine is bound")
-        due = self._due(requests)
+        due, requests, names = self._due(requests)
         if not due:
             return
-        self._round.stage([numbers for _, numbers in due])
+        if self.facts.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("kvc.methods.TriAttentionManager: a round cannot be part of a CUDA graph")
+        self._round.stage(due)
         self._round.decide(len(due))
-        changes = self._resizes(due)
+        changes = self._resizes(due, requests)
         try:
-            self._round.move(len(due))
-            after = None
-            if self.facts.device.type == "cuda":
-                after = torch.cuda.Event()
-                after.record(torch.cuda.current_stream(self.facts.device))
-            self._engine.resize(changes, after)
+            self._engine.resize(changes, self._round.move(len(due)))
         except BaseException as error:
-            ids = [request.request_id for request, _ in due]
-            self._lost.update(ids)
+            self._lost.update(names)
             raise RequestsLostError(
-                f"kvc.methods.TriAttentionManager: a round failed while it moved tokens of {ids}: {error}",
-                ids,
+                f"kvc.methods.TriAttentionManager: a round failed while it moved tokens of {names}: {error}",
+                names,
             ) from error
-        for change in changes:
-            if change.request.request_id in self._compressed:  # or finished in `resize`
-                self._compressed[change.request.request_id] = change.compressed
+        known = self._compressed
+        for name, change in zip(names, changes[:: len(changes) // len(names)], strict=True):
+            if name in known:  # or finished in `resize`
+                known[name] = change.compressed
 
-    def _due(self, requests: Sequence[Request]) -> list[tuple[Request, DueRequest]]:
-        budget, is_due, known, facts = self.config.budget, self.config.is_due, self._compressed, self.facts
-        found: list[tuple[Request, DueRequest]] = []
-        slots: set[int] = set()
+    def _due(self, requests: Sequence[Request]) -> tuple[list[DueRequest], list[Request], list[Hashable]]:
+        """The numbers of the requests that are due, those requests and their names.
+
+        Runs after every step of the engine for all its requests, so it makes all checks of one in an expression and
+        leaves it to :meth:`_refuse` to say which failed.
+        """
+        config, facts, known, lost = self.config, self.facts, self._compressed, self._lost
+        budget, beta, width, slots, most = (
+            config.budget,
+            config.beta,
+            self._width,
+            self._slots,
+            self._most_tokens,
+        )
+        max_tail, max_draft_tail, max_seq_len = facts.max_tail, facts.max_draft_tail, facts.max_seq_len
+        due: list[DueRequest] = []
+        found: list[Request] = []
+        names: list[Hashable] = []
         for request in requests:
             if request.suspended:
                 continue
             name, prompt, source = request.request_id, request.prompt_length, request.length
-            if name in self._lost:
-                raise RequestsLostError(
-                    f"kvc.methods.TriAttentionManager: request {name!r} was lost in an earlier round", [name]
-                )
-            if name not in known:
-                self._refuse(name, "be one that was initialised and is not finished", "an unknown one")
-            compressed = known[name]
-            if prompt < 0:
-                self._refuse(name, "have a prompt of 0 tokens or more", prompt)
-            least = budget if compressed else 0
-            if source - prompt < least:
-                self._refuse(name, f"have at least {least} generated tokens", source - prompt)
-            if not is_due(prompt, source, compressed):
+            compressed, generated = known.get(name, -1), source - prompt
+            if (
+                compressed < 0
+                or prompt < 0
+                or generated < (budget if compressed else 0)
+                or (lost and name in lost)
+            ):
+                self._refuse(request)
+            # As `is_due` has it; a boundary that lies behind the budget is crossed by more tokens than that.
+            if (generated + compressed) // beta <= (budget + compressed) // beta:
                 continue
-            if source + compressed > facts.max_seq_len:
-                expected = f"count at most {facts.max_seq_len} tokens, max_seq_len"
-                self._refuse(name, expected, source + compressed)
             slot, tail, draft_tail = request.slot, request.tail, request.draft_tail
-            if source - prompt > self._width:
-                expected = f"have at most {self._width} generated tokens, the selection width"
-                self._refuse(name, expected, source - prompt)
-            if not (0 <= tail <= facts.max_tail and 0 <= draft_tail <= facts.max_draft_tail):
-                expected = (
-                    f"have tails of at most {facts.max_tail} and, in the draft cache, {facts.max_draft_tail}"
-                )
-                self._refuse(name, expected, (tail, draft_tail))
-            if not 0 <= slot < self._slots or slot in slots:
-                self._refuse(name, f"have a slot of its own below {self._slots}", slot)
-            if source + max(tail, draft_tail) > self._most_tokens:
-                self._refuse(name, f"fit its page table of {self._most_tokens} tokens", source + tail)
-            slots.add(slot)
-            found.append((request, DueRequest(slot, prompt, source, compressed, tail, draft_tail)))
+            if not (
+                0 <= slot < slots
+                and 0 <= tail <= max_tail
+                and 0 <= draft_tail <= max_draft_tail
+                and generated <= width
+                and source + compressed <= max_seq_len
+                and source + tail <= most
+                and source + draft_tail <= most
+            ):
+                self._refuse(request)
+            due.append((slot, prompt, source, compressed, tail, draft_tail))
+            found.append(request)
+            names.append(name)
+        if len({numbers[0] for numbers in due}) < len(due):
+            taken: set[int] = set()
+            for request in found:
+                if request.slot in taken:
+                    self._refuse(request, taken)
+                taken.add(request.slot)
         if len(found) > facts.max_requests:
             raise RuntimeError(
                 f"kvc.methods.TriAttentionManager: at most {facts.max_requests} requests must be due,"
                 f" got {len(found)}"
             )
-        return found
+        return due, found, names
 
-    def _refuse(self, name: Hashable, expected: str, actual: object) -> None:
+    def _refuse(self, request: Request, taken: Container[int] = ()) -> NoReturn:
+        """Raise what is wrong with a request; slots of requests before it are `taken`."""
+        facts, width, name = self.facts, self._width, request.request_id
+        if name in self._lost:
+            raise RequestsLostError(
+                f"kvc.methods.TriAttentionManager: request {name!r} was lost in an earlier round", [name]
+            )
+        prompt, source, slot = request.prompt_length, request.length, request.slot
+        tails, compressed = (request.tail, request.draft_tail), self._compressed.get(name)
+        generated, least = source - prompt, self.config.budget if compressed else 0
+        counted, longest = source + (compressed or 0), source + max(tails)
+        checks: list[tuple[bool, str, object]] = [
+            (compressed is not None, "be one that was initialised and is not finished", "an unknown one"),
+            (prompt >= 0, "have a prompt of 0 tokens or more", prompt),
+            (generated >= least, f"have at least {least} generated tokens", generated),
+            (counted <= facts.max_seq_len, f"count at most {facts.max_seq_len} tokens, max_seq_len", counted),
+            (generated <= width, f"have at most {width} generated tokens, the selection width", generated),
+            (
+                0 <= tails[0] <= facts.max_tail and 0 <= tails[1] <= facts.max_draft_tail,
+                f"have tails of at most {facts.max_tail} and, in the draft cache, {facts.max_draft_tail}",
+                tails,
+            ),
+            (
+                0 <= slot < self._slots and slot not in taken,
+                f"have a slot of its own below {self._slots}",
+                slot,
+            ),
+            (longest <= self._most_tokens, f"fit its page table of {self._most_tokens} tokens", longest),
+        ]
+        expected, actual = next((expected, actual) for holds, expected, actual in checks if not holds)
         raise RuntimeError(f"kvc.methods.TriAttentionManager: request {name!r} must {expected}, got {actual}")
 
-    def _resizes(self, due: Sequence[tuple[Request, DueRequest]]) -> list[Resize]:
+    def _resizes(self, due: Sequence[DueRequest], requests: Sequence[Request]) -> list[Resize]:
         """What a round does to the caches, in the order of `due`; with a draft cache two for each request."""
         budget, page, draft = self.config.budget, self.facts.tokens_per_page, bool(self.facts.draft_layers)
+        up = page - 1
         changes = []
-        for request, (_, prompt, source, compressed, tail, draft_tail) in due:
+        for (_, prompt, source, compressed, tail, draft_tail), request in zip(due, requests, strict=True):
             length = prompt + budget
             evicted = compressed + source - length
             end = length + tail
-            freed = -(-(source + tail) // page) - -(-end // page)
+            freed = (source + tail + up) // page - (end + up) // page
             changes.append(Resize(request, "target", length, end, freed, evicted))
             if draft:
                 end = length + draft_tail
-                freed = -(-(source + draft_tail) // page) - -(-end // page)
+                freed = (source + draft_tail + up) // page - (end + up) // page
                 changes.append(Resize(request, "draft", length, end, freed, evicted))
         return changes
 

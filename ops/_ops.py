@@ -313,6 +313,14 @@ def call(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         raise kind(text) from None
 
 
+_debugging = False
+
+
+def debugging() -> bool:
+    """Whether ops check their device values now, see :func:`set_debug`."""
+    return _debugging
+
+
 def set_debug(enabled: bool) -> None:
     """Check values that live on the device, synchronising, before anything is written.
 
@@ -323,5 +331,7 @@ def set_debug(enabled: bool) -> None:
     enabled : bool
         Whether every later op of this process checks its device values.
     """
+    global _debugging
     for library in _libraries:
         library.set_debug(bool(enabled))
+    _debugging = bool(enabled)

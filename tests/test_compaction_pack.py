@@ -548,6 +548,49 @@ class TestCuda:
         )
         subprocess.run([sys.executable, "-c", script], check=True)
 
+    @pytest.mark.parametrize("captured", [False, True], ids=["eager", "graph"])
+    def test_calls_that_follow_each_other(self, captured: bool) -> None:
+        # Kernels may be launched while the one before ends. Each call reads what the one before wrote and writes what
+        # that one read, between neighbours that are kernels, copies and fills, on two streams that fork and join.
+        n, count, calls = 24, 3000, 40
+        size = n * n * count
+        start = torch.arange(size, dtype=torch.int32, device="cuda").view(n, n, count)
+        lengths = torch.zeros(n, dtype=torch.int32, device="cuda")
+        offsets = torch.arange(n + 1, dtype=torch.int32, device="cuda") * count
+        streams = [torch.cuda.Stream() for _ in range(2)]
+        pairs = [[torch.empty_like(start) for _ in range(2)] for _ in streams]
+        swa = torch.empty(n, 0, dtype=torch.int32, device="cuda")
+
+        def run() -> None:
+            current = torch.cuda.current_stream()
+            for side, stream in enumerate(streams):
+                stream.wait_stream(current)
+                with torch.cuda.stream(stream):
+                    pair = pairs[side]
+                    pair[0].copy_(start)
+                    for call in range(calls):
+                        kept, dense = pair[call % 2], pair[1 - call % 2]
+                        if call % 5 == side:
+                            dense.zero_()
+                        moves = (kept, lengths, offsets, None, 0, 1, n, n * count, 0)
+                        ops.pack_move_sources(*moves, dense=dense.view(n, -1), swa=swa)
+                        if call % 7 == side:
+                            dense.add_(1)
+                            kept.zero_()
+                current.wait_stream(stream)
+
+        if captured:
+            run()  # loads the kernel
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                run()
+            for pair in pairs:
+                pair[0].fill_(-9)
+        for _ in range(10):
+            graph.replay() if captured else run()
+            for side, pair in enumerate(pairs):  # an even number of transpositions
+                assert torch.equal(pair[0], start + len(range(side, calls, 7)))
+
     def test_outputs_beyond_2_to_31_elements(self) -> None:
         heads, total = 16, (1 << 27) + 4096
         if torch.cuda.mem_get_info()[0] < 12 << 30:

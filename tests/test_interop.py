@@ -119,10 +119,10 @@ class Select(torch.nn.Module):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_aot_inductor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_aot_inductor(device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program exported ahead of time calls the op, also for a number of rows it was not exported with."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
-    scores, lengths = (torch.from_dlpack(array) for array in example_scores(np))
+    scores, lengths = (torch.from_dlpack(array).to(device) for array in example_scores(np))
     rows = torch.export.Dim("rows", min=2, max=64)
     program = torch.export.export(Select(), (scores, lengths), dynamic_shapes=({0: rows}, {0: rows}))
     options = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # the op's own code is compiled already

@@ -22,7 +22,6 @@ from kvc.methods import (
     create_kv_cache_compression_manager,
     triattention_round,
 )
-from kvc.methods.triattention_round import DueRequest
 from paged_engine import PagedEngine, PagedRequest, facts
 from torch import Tensor
 
@@ -736,34 +735,53 @@ class TestCuda:
 
     @pytest.mark.parametrize("compaction", COMPACTIONS)
     @pytest.mark.parametrize("mode", MODES)
-    def test_the_core_is_captured_and_replayed(self, mode: str, compaction: str) -> None:
+    def test_a_replayed_graph_does_what_the_ops_do(self, mode: str, compaction: str) -> None:
         manager, engine = self.prepared("cuda", mode, compaction)
         twin_manager, twin = self.prepared("cuda", mode, compaction)
-        core, count = manager._round, len(engine.running)
-        core.stage([DueRequest(0, 0, 0, 0, 0, 0)] * count)
-        core._program(count)[0].zero_()  # no moves: the capture's warm-up leaves the pools alone
-        graph = torch.cuda.CUDAGraph()
-        core.decide(count)
-        core.move(count)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            core.decide(count)
-            core.move(count)
-        for _ in range(2):
-            due = manager._due(engine.running)
-            assert len(due) == count
-            core.stage([numbers for _, numbers in due])
-            graph.replay()
-            changes = manager._resizes(due)
-            torch.cuda.synchronize()
-            engine.resize(changes, torch.cuda.Event())
-            for change in changes:
-                manager._compressed[change.request.request_id] = change.compressed
-            twin_manager.on_generation_step_end(twin.running)
+        programs = twin_manager._round._programs.values()
+        assert all(program.graph is not None for program in programs)
+        assert sorted(twin_manager._round._programs) == [1, 2, 4, 8]
+        for program in programs:
+            program.graph = None
+        # What a round of more requests leaves in the buffers must be nothing to the next one.
+        for count, following in itertools.pairwise((5, 3, 1, 5, 0)):
+            for m, e in ((manager, engine), (twin_manager, twin)):
+                e.changes.clear()
+                m.on_generation_step_end(e.running)
+                assert [change.request.slot for change in e.changes] == list(range(count))
+                for request in e.running:
+                    e.append(request, 32 if request.slot < following else 1, tail=2)
             assert all(torch.equal(a, b) for a, b in zip(full_pools(engine), full_pools(twin), strict=True))
-            for request, other in zip(engine.running, twin.running, strict=True):
-                engine.append(request, 64, tail=2)
-                twin.append(other, 64, tail=2)
+
+    def test_a_round_is_no_part_of_a_graph(self) -> None:
+        manager, engine = self.prepared("cuda", "union", "fill")
+        before = full_pools(engine)
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            torch.zeros(1, device="cuda")
+            with pytest.raises(RuntimeError, match="cannot be part of a CUDA graph") as caught:
+                manager.on_generation_step_end(engine.running)
+        assert not isinstance(caught.value, RequestsLostError)
+        assert all(torch.equal(a, b) for a, b in zip(before, full_pools(engine), strict=True))
+        manager.on_generation_step_end(engine.running)
+        assert [request.compressed for request in engine.running] == [28 + name for name in range(5)]
+
+    def test_many_rounds_in_flight(self) -> None:
+        manager, engine = self.prepared("cuda", "per_head", "ordered")
+        twin_manager, twin = self.prepared("cuda", "per_head", "ordered")
+        twin_manager._round._programs[1].graph = None
+        torch.cuda.synchronize()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda._sleep(400_000_000)  # all are submitted before the first one runs
+            for request in engine.running:
+                manager.on_generation_step_end([request])
+            ends = [event for _, event in engine.target.released if event is not None]
+            assert len(ends) == 5
+            assert not any(event.query() for event in ends)
+        torch.cuda.synchronize()
+        for request in twin.running:
+            twin_manager.on_generation_step_end([request])
+            torch.cuda.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(full_pools(engine), full_pools(twin), strict=True))
 
     @pytest.mark.parametrize("compaction", COMPACTIONS)
     def test_pages_are_freed_behind_the_work(self, compaction: str) -> None:

@@ -289,6 +289,16 @@ def make_cold(
     return storage[shift : shift + slots * stride].view(slots, stride)[:, : layout.cold_page_bytes]
 
 
+def decodes_like_the_reference(layout: PageLayout, pools: list[Tensor], cold: Tensor, pairs: Tensor) -> None:
+    """Decode into the pools, where nothing but the named pages may change."""
+    restored = [whole(p).cpu().clone() for p in pools]
+    views = [r[:, : p.shape[1]] for r, p in zip(restored, pools, strict=True)]
+    reference.decode_pages_(views, cold.cpu(), pairs.cpu(), layout)
+    kvc.decode_pages_(pools, cold, pairs, layout.table, layout.scales)
+    for index, (p, r) in enumerate(zip(pools, restored, strict=True)):
+        same_bytes(whole(p), r, f"decoded pool {index}")
+
+
 def round_trip(
     layout: PageLayout,
     device: torch.device,
@@ -312,12 +322,7 @@ def round_trip(
         same_bytes(whole(p), b, "encode wrote a pool")
 
     back = torch.tensor([[1, 4], [5, 8], [3, 3], [6, 4]], dtype=torch.int32)
-    restored = [p.cpu().clone() for p in before]
-    views = [r[:, : p.shape[1]] for r, p in zip(restored, pools, strict=True)]
-    reference.decode_pages_(views, expected, back, layout)
-    kvc.decode_pages_(pools, cold, back.to(pairs_device), layout.table, layout.scales)
-    for index, (p, r) in enumerate(zip(pools, restored, strict=True)):
-        same_bytes(whole(p), r, f"decoded pool {index}")
+    decodes_like_the_reference(layout, pools, cold, back.to(pairs_device))
 
 
 class TestPages:
@@ -420,6 +425,8 @@ class TestPages:
         kvc.encode_pages_(cold, pools, pairs, layout.table, layout.scales)
         reference.encode_pages_(expected, [p.cpu() for p in pools], pairs, layout)
         same_bytes(cold, expected)
+        decodes_like_the_reference(layout, pools, cold, pairs.flip(1))
+        decodes_like_the_reference(layout, pools, cold, pairs.flip(1).to(device))
 
     @pytest.mark.parametrize("layers", [1, 129, 700])
     def test_many_buffers(self, device: torch.device, layers: int) -> None:
@@ -431,6 +438,27 @@ class TestPages:
         kvc.encode_pages_(cold, pools, pairs, layout.table, layout.scales)
         reference.encode_pages_(expected, [p.cpu() for p in pools], pairs, layout)
         same_bytes(cold, expected)
+        decodes_like_the_reference(layout, pools, cold, pairs.flip(1))
+
+    @pytest.mark.parametrize("shapes", [2, 7, 40])
+    def test_buffers_of_many_shapes(self, device: torch.device, shapes: int) -> None:
+        buffers = []
+        for i in range(3 * shapes):
+            kind = i % shapes  # far apart and near, with and without a lossless part, and copies between them
+            rows, start = 1 + kind, 16 * (kind % 3)
+            range_ = None if kind % 4 == 0 else (start, 32)
+            buffers.append(PageBuffer(i, rows, 96, (BF16, E4M3)[kind % 2], quantized_range=range_))
+            if kind % 5 == 0:
+                buffers[-1] = PageBuffer.copy(i, 16 * rows + kind)
+        layout = PageLayout([buffers[:shapes], buffers[shapes:]])
+        pools = make_pools(layout, 5, device)
+        cold = make_cold(layout, 4, device)
+        expected = make_cold(layout, 4, "cpu")
+        pairs = torch.tensor([[1, 2], [0, 4], [3, 0]], dtype=torch.int32)
+        kvc.encode_pages_(cold, pools, pairs, layout.table, layout.scales)
+        reference.encode_pages_(expected, [p.cpu() for p in pools], pairs, layout)
+        same_bytes(cold, expected)
+        decodes_like_the_reference(layout, pools, cold, pairs.flip(1))
 
     @settings(max_examples=40)
     @given(data=st.data())

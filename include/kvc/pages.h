@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -152,6 +153,7 @@ struct TileLimits {
   uint32_t slots = 256;  // output slots; a residual group takes two
   uint32_t copied_bytes = 4096;
   uint32_t residual_bytes = 4096;  // hot bytes where groups take two slots
+  uint32_t joined_bytes = 0;       // hot bytes of a tile that holds both halves of its rows; 0 keeps the halves apart
 };
 
 // A homogeneous run of work inside one page. Strides are between consecutive page slots.
@@ -171,6 +173,7 @@ struct alignas(16) Segment {
   uint32_t residual_groups = 0;
   FastDivisor residual_per_row;  // the same number, to divide by
   FastDivisor plain_per_row;     // groups of one component
+  FastDivisor chunks_per_row;    // of 16 hot bytes, where `joined`
   uint32_t before_units = 0;     // kRows: 16-byte chunks in front of the quantized range
   uint32_t gap_bytes = 0;        // kRows: bytes of the quantized range
   nvfp4::GlobalScale global{1.0f, 1.0f};
@@ -179,10 +182,23 @@ struct alignas(16) Segment {
   uint8_t padding_bytes = 0;
   SegmentKind kind = SegmentKind::kQuantize;
   DType dtype = DType::kBFloat16;
+  bool joined = false;  // kQuantize: a tile moves whole rows, those of the same tile of the next segment included
 
-  uint32_t tiles() const { return tiles(units_per_tile); }
-  uint32_t tiles(uint32_t of_units) const { return (units + of_units - 1) / of_units; }
+  uint32_t tiles() const { return (units + units_per_tile - 1) / units_per_tile; }
+  int64_t hot_bytes() const {
+    return int64_t{units} * (kind == SegmentKind::kQuantize ? nvfp4::kGroupSize * itemsize(dtype) : 16);
+  }
 };
+
+// Whether two segments differ in nothing but where they lie.
+inline bool same_shape(const Segment& a, const Segment& b) {
+  return a.hot_stride == b.hot_stride && a.data_stride == b.data_stride && a.scales_stride == b.scales_stride &&
+         a.row_pitch == b.row_pitch && a.units == b.units && a.units_per_row.divisor == b.units_per_row.divisor &&
+         a.residual_first == b.residual_first && a.residual_groups == b.residual_groups &&
+         a.before_units == b.before_units && a.gap_bytes == b.gap_bytes && a.global.encode == b.global.encode &&
+         a.global.decode == b.global.decode && a.nbytes == b.nbytes && a.padding_bytes == b.padding_bytes &&
+         a.kind == b.kind && a.dtype == b.dtype;
+}
 
 // Appends the one or two segments of a buffer. `hot` is the address of the buffer in slot 0; data, scales and lossless
 // are addresses in cold slot 0.
@@ -243,29 +259,42 @@ inline void append_segments(const BufferSpec& b, uint8_t* hot, int64_t hot_strid
   segments->push_back(l);
 }
 
-// How many units of a segment the limits allow in a tile.
-inline uint32_t units_per_tile(const Segment& s, const TileLimits& limits) {
-  if (s.kind != SegmentKind::kQuantize) return limits.copied_bytes / 16;
-  const uint32_t hot_bytes = s.residual_groups != 0 ? limits.residual_bytes : limits.hot_bytes;
-  const uint32_t groups = hot_bytes / (nvfp4::kGroupSize * static_cast<uint32_t>(itemsize(s.dtype)));
-  const uint32_t units = std::min(groups, s.residual_groups != 0 ? limits.slots / 2 : limits.slots);
-  // Whole rows, if one fits: then a tile's residual groups can be counted off without looking for them.
-  const uint32_t row = s.units_per_row.divisor;
-  return s.residual_groups != 0 && row <= units ? units - units % row : units;
+// As many whole rows as fit, such that the scales of a tile start at 16 bytes if they can.
+inline uint32_t whole_rows(const Segment& s, uint32_t most_groups, uint32_t most_slots) {
+  const uint32_t slots = s.units_per_row.divisor + s.residual_groups;
+  const uint32_t rows = std::min(most_groups / s.units_per_row.divisor, most_slots / slots);
+  const uint32_t aligned = 16 / std::gcd(16u, slots);
+  return rows < aligned ? rows : rows - rows % aligned;
 }
 
-// Whether all limits cut two segments into the same tiles.
-inline bool cut_alike(const Segment& a, const Segment& b) {
-  return a.units == b.units && a.kind == b.kind && a.dtype == b.dtype && a.residual_groups == b.residual_groups &&
-         a.units_per_row.divisor == b.units_per_row.divisor;
-}
-
-// Cuts the segments into tiles, numbers them and returns how many a page has.
+// Cuts the segments into tiles, numbers them and returns how many a page has. The second half of joined rows has none.
 inline int64_t number_tiles(std::vector<Segment>* segments, TileLimits limits = {}) {
   int64_t tiles = 0;
-  for (Segment& s : *segments) {
-    s.units_per_tile = units_per_tile(s, limits);
+  for (size_t i = 0; i < segments->size(); ++i) {
+    Segment& s = (*segments)[i];
+    const uint32_t row = s.units_per_row.divisor;
     s.first_tile = static_cast<uint32_t>(tiles);
+    if (i > 0 && (*segments)[i - 1].joined) {
+      const Segment& first = (*segments)[i - 1];
+      s.units_per_tile = first.units_per_tile / first.units_per_row.divisor * row;
+      continue;
+    }
+    s.joined = false;
+    if (s.kind == SegmentKind::kQuantize) {
+      const uint32_t group_bytes = nvfp4::kGroupSize * static_cast<uint32_t>(itemsize(s.dtype));
+      const uint32_t groups = (s.residual_groups != 0 ? limits.residual_bytes : limits.hot_bytes) / group_bytes;
+      uint32_t rows = s.residual_groups != 0 ? whole_rows(s, groups, limits.slots) : 0;
+      if (s.residual_groups == 0 && i + 1 < segments->size() && (*segments)[i + 1].kind == SegmentKind::kRows) {
+        s.chunks_per_row = FastDivisor(row * group_bytes / 16 + (*segments)[i + 1].units_per_row.divisor);
+        rows = whole_rows(s, limits.joined_bytes / 16 / s.chunks_per_row.divisor * row, limits.slots);
+        s.joined = rows > 0;
+      }
+      // Whole rows, if one fits: then a tile's residual groups can be counted off without looking for them.
+      s.units_per_tile =
+          rows > 0 ? rows * row : std::min(groups, s.residual_groups != 0 ? limits.slots / 2 : limits.slots);
+    } else {
+      s.units_per_tile = limits.copied_bytes / 16;
+    }
     tiles += s.tiles();
   }
   return tiles;

@@ -5,6 +5,8 @@
 A Triton module lists its kernels in ``AOT``: name -> {"kernel", "signature", "constants", "warps"}, perhaps with
 "aligned", the pointers that are multiples of 16 bytes, and "registers", the most that a thread may use. Each gets
 machine code for the given compute capabilities, and PTX of 8.0 which the driver of any other GPU compiles.
+A kernel with an argument ``PDL`` gets True for it from 9.0 on, and must then begin with ``gdc_wait()``: it is
+launched while the kernel before it ends.
 A CuTe DSL module lists its kernels in ``CUTE``: name -> (an object to ``cute.compile``, example arguments), where the
 object launches one kernel. Each gets machine code for the given targets only: other GPUs need another kernel.
 The result holds a ``const kvc::CompiledKernel kvc::compiled::<name>`` (kernels/common/compiled.h) for each.
@@ -29,6 +31,7 @@ from typing import Any
 TRITON = (3, 6)
 PTX_OF = 80
 ANY = 10_000
+WAIT = "griddepcontrol.wait"
 
 
 @dataclass
@@ -39,6 +42,7 @@ class Image:
     threads: int
     entry: str
     data: bytes
+    waits: bool  # for the kernel before it, by itself
 
 
 def load(path: Path) -> ModuleType:
@@ -56,7 +60,9 @@ def triton_image(name: str, description: dict[str, Any], capability: int) -> Ima
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    kernel, constants = description["kernel"], description["constants"]
+    kernel, constants = description["kernel"], dict(description["constants"])
+    if "PDL" in kernel.arg_names:
+        constants["PDL"] = capability >= 90
     source = ASTSource(
         kernel,
         signature={**description["signature"], **dict.fromkeys(constants, "constexpr")},
@@ -83,8 +89,10 @@ def triton_image(name: str, description: dict[str, Any], capability: int) -> Ima
     # later minors too.
     last = capability if capability >= 90 else capability // 10 * 10 + 9
     data = compiled.asm["cubin"] if capability else compiled.asm["ptx"].encode() + b"\0"
+    waits = WAIT in compiled.asm["ptx"]
+    threads = 32 * metadata.num_warps
     return Image(
-        capability, last if capability else ANY, metadata.shared, 32 * metadata.num_warps, metadata.name, data
+        capability, last if capability else ANY, metadata.shared, threads, metadata.name, data, waits
     )
 
 
@@ -105,8 +113,9 @@ def cute_images(module: Path, arch: str, folder: Path) -> dict[str, Image]:
     number = int("".join(filter(str.isdigit, arch)))
     last = number // 10 * 10 + 9 if arch.endswith("f") else number
     images = {}
-    for name, (entry, threads) in json.loads((folder / "kernels.json").read_text()).items():
-        images[name] = Image(number, last, 0, threads, entry, (folder / f"{name}.cubin").read_bytes())
+    for name, (entry, threads, waits) in json.loads((folder / "kernels.json").read_text()).items():
+        data = (folder / f"{name}.cubin").read_bytes()
+        images[name] = Image(number, last, 0, threads, entry, data, waits)
     return images
 
 
@@ -129,7 +138,7 @@ def cute_worker(module: Path, arch: str) -> None:
         threads = 1
         for extent in block:
             threads *= int(extent or 1)
-        kernels[name] = (entry, threads)
+        kernels[name] = (entry, threads, WAIT in artifacts.PTX)
         Path(f"{name}.cubin").write_bytes(artifacts.CUBIN)
     Path("kernels.json").write_text(json.dumps(kernels))
 
@@ -143,7 +152,8 @@ def emit(name: str, images: list[Image]) -> str:
         arrays.append(
             f"alignas(16) const unsigned char {name}_{i}[] = {{\n" + ",\n".join(lines) + "};\n",
         )
-        rows.append(f'{{{image.first}, {image.last}, {image.shared}, {name}_{i}, "{image.entry}"}}')
+        waits = str(image.waits).lower()
+        rows.append(f'{{{image.first}, {image.last}, {image.shared}, {waits}, {name}_{i}, "{image.entry}"}}')
     # Constants are local to a file unless declared extern first.
     table = f"extern const CompiledKernel {name};\n"
     table += f'const CompiledKernel {name}{{"{name}", {images[0].threads}, {{{", ".join(rows)}}}}};\n'

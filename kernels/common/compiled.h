@@ -8,6 +8,7 @@ namespace kvc {
 struct KernelImage {
   int first, last;  // the compute capabilities it runs on, as 10 * major + minor
   int shared_bytes;
+  bool waits;  // for the kernel before it, so that it may be launched while that one ends
   const unsigned char* data;
   const char* entry;
 };

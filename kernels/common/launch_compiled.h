@@ -36,11 +36,18 @@ class KernelLoader {
     config.blockDim = dim3(static_cast<unsigned>(kernel_.threads));
     config.dynamicSmemBytes = static_cast<size_t>(loaded.shared_bytes + shape.dynamic_shared);
     config.stream = stream;
-    cudaLaunchAttribute cluster;
-    cluster.id = cudaLaunchAttributeClusterDimension;
-    cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
-    config.attrs = &cluster;
-    config.numAttrs = shape.cluster > 1 ? 1 : 0;
+    cudaLaunchAttribute attributes[2];
+    config.attrs = attributes;
+    if (shape.cluster > 1) {
+      cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+      cluster.id = cudaLaunchAttributeClusterDimension;
+      cluster.val.clusterDim = {static_cast<unsigned>(shape.cluster), 1, 1};
+    }
+    if (loaded.waits) {
+      cudaLaunchAttribute& early = attributes[config.numAttrs++];
+      early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+      early.val.programmaticStreamSerializationAllowed = 1;
+    }
     cuda_check(cudaLaunchKernelExC(&config, loaded.function, all), kernel_.name);
   }
 
@@ -54,6 +61,7 @@ class KernelLoader {
   struct Loaded {
     const void* function = nullptr;
     int shared_bytes = 0;
+    bool waits = false;
   };
 
   const KernelImage* image_for(int major, int minor) const {
@@ -97,7 +105,7 @@ class KernelLoader {
       throw refuse();
     }
     cuda_check(status, "cudaLibraryLoadData");
-    return {reinterpret_cast<const void*>(function), image->shared_bytes};
+    return {reinterpret_cast<const void*>(function), image->shared_bytes, image->waits};
   }
 
   const CompiledKernel& kernel_;

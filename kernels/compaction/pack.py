@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 BLOCK = 1024
 THREADS = 128
@@ -95,7 +96,11 @@ def pack_move_sources_kernel(
     swa_total,
     blocks,  # programs per request and row
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     request = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
     for row in range(tl.program_id(1), dense_rows + swa_rows, tl.num_programs(1)):
@@ -157,7 +162,11 @@ def pack_fill_moves_kernel(
     tail_total,
     BLOCK: tl.constexpr,
     COUNT: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     request = tl.program_id(0)
     for row in range(tl.program_id(1), fill_rows + tail_rows, tl.num_programs(1)):
         if request >= requests:

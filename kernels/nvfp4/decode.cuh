@@ -1,8 +1,7 @@
 // Packed data and scales to hot rows.
 //
-// Cold bytes come through registers, a tile ahead of the arithmetic, because asynchronous copies read host memory at
-// four fifths of the speed; from shared memory each lane takes what makes 16 bytes of a hot row. Pages of 8-bit
-// elements in device memory are decoded straight from the cold page: they are bound by instructions, not by latency.
+// Cold bytes come to shared memory first, where each lane takes what makes 16 bytes of a hot row: from host memory
+// through registers, a tile ahead of the arithmetic, because asynchronous copies read it at four fifths of the speed.
 #pragma once
 
 #include "nvfp4/tile.cuh"
@@ -15,6 +14,7 @@ struct ColdRuns {
   const uint8_t* scales;
   uint32_t data_bytes, scale_bytes;
 
+  template <typename Tile>
   __device__ __forceinline__ explicit ColdRuns(const Tile& tile) {
     const Segment& s = tile.segment();
     const Extent e = extent(s, tile.index);
@@ -71,11 +71,12 @@ __device__ __forceinline__ uint64_t load_nibbles(const uint8_t* data, uint32_t s
   }
 }
 
-// `data` and `scales` are where the tile's own begin: in shared memory, or the cold page itself.
-template <DType kType, int kAtOnce>
+// `data` and `scales`, in shared memory, begin with the tile's own.
+template <DType kType, typename Tile>
 __device__ __forceinline__ void decode_tile(const Tile& tile, const uint8_t* data, const uint8_t* scales,
                                             uint32_t lane) {
   constexpr uint32_t kParts = itemsize(kType);  // 16-byte chunks of a hot group
+  constexpr int kAtOnce = 4;
   const Segment& s = tile.segment();
   const Extent e = extent(s, tile.index);
   const float global = s.global.decode;
@@ -138,31 +139,45 @@ __device__ __forceinline__ void decode_tile(const Tile& tile, const uint8_t* dat
   }
 }
 
-// A copied tile, past shared memory where 16 bytes at a time are possible.
-__device__ __forceinline__ void copy_direct(const Tile& tile, const ColdRuns& runs, uint8_t* shared, uint32_t lane) {
-  const HotTile hot(tile.segment(), tile.at().hot, extent(tile.segment(), tile.index).first);
-  const bool aligned = misalignment(runs.data) == 0 && (!hot.linear || misalignment(hot.base) == 0);
-  if (!aligned || runs.data_bytes % 16 != 0) {
-    fetch_run(shared, runs.data, runs.data_bytes, lane);
-    commit_async();
-    wait_async<0>();
-    __syncwarp();
-    copy_tile<false>(tile, shared, lane);
-    __syncwarp();
-    return;
-  }
-  const uint32_t chunks = runs.data_bytes / 16;
-  constexpr uint32_t kAtOnce = 8;
+// A tile of whole rows of which only a range is quantized: every lane writes the chunk that is next in memory, whether
+// decoded or copied. `rest` describes the same rows' lossless bytes, which begin at `copied`.
+template <DType kType, typename Tile>
+__device__ __forceinline__ void decode_rows(const Tile& tile, const Tile& rest, const uint8_t* data,
+                                            const uint8_t* scales, const uint8_t* copied, uint32_t lane) {
+  constexpr uint32_t kParts = itemsize(kType);
+  constexpr int kAtOnce = 2;
+  const Segment& s = tile.segment();
+  const Extent e = extent(s, tile.index);
+  const float global = s.global.decode;
+  const FastDivisor per_row = s.chunks_per_row;
+  const uint32_t quantized = s.units_per_row.divisor * kParts, before = rest.segment().before_units;
+  const uint32_t count = s.units_per_row.divide(e.end - e.first) * per_row.divisor;
+  uint8_t* const hot = rest.at().hot + s.units_per_row.divide(e.first) * s.row_pitch;
 #pragma unroll 1
-  for (uint32_t base = lane; base < chunks; base += kAtOnce * kWarp) {
-    uint4 v[kAtOnce];
+  for (uint32_t base = lane; base < count; base += kAtOnce * kWarp) {
+    uint64_t nibbles[kAtOnce];
+    uint32_t codes[kAtOnce];
+    uint4 lossless[kAtOnce];
+    bool is_lossless[kAtOnce];
+    uint8_t* to[kAtOnce];
 #pragma unroll
-    for (uint32_t k = 0; k < kAtOnce; ++k)
-      v[k] = reinterpret_cast<const uint4*>(runs.data)[min(base + k * kWarp, chunks - 1)];
+    for (int k = 0; k < kAtOnce; ++k) {
+      const uint32_t c = min(base + k * kWarp, count - 1);  // the last chunk again rather than a branch
+      const uint32_t row = per_row.divide(c), column = c - row * per_row.divisor;
+      is_lossless[k] = column - before >= quantized;
+      const uint32_t at = is_lossless[k] ? 0 : row * quantized + column - before;
+      nibbles[k] = load_nibbles<kType>(data, at / kParts, at % kParts);
+      codes[k] = scales[at / kParts];
+      if (is_lossless[k])
+        lossless[k] = reinterpret_cast<const uint4*>(
+            copied)[row * (per_row.divisor - quantized) + (column < before ? column : column - quantized)];
+      to[k] = hot + row * s.row_pitch + column * 16;
+    }
 #pragma unroll
-    for (uint32_t k = 0; k < kAtOnce; ++k) {
-      const uint32_t c = base + k * kWarp;
-      if (c < chunks) *reinterpret_cast<uint4*>(hot.linear ? hot.base + c * 16 : hot.scattered(c)) = v[k];
+    for (int k = 0; k < kAtOnce; ++k) {
+      if (k > 0 && base + k * kWarp >= count) break;
+      const uint4 decoded = decode_chunk<kType>(nibbles[k], codes[k], global == 1.0f, global);
+      *reinterpret_cast<uint4*>(to[k]) = is_lossless[k] ? lossless[k] : decoded;
     }
   }
 }

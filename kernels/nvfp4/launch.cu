@@ -1,10 +1,10 @@
 // The page moves on a GPU, without torch: one launch moves any number of buffers and pages.
 //
-// Warps are independent. The tiles of all pages are numbered through, and each warp walks one contiguous range of
-// them, fetching ahead of itself. What the kernel must know (segments and page pairs) travels
-// in the kernel's parameters; if that is too much, small kernels first carry it to a scratch tensor, in their
-// parameters, so that nothing is copied from host memory behind the caller's back and a captured graph keeps its
-// values.
+// Warps are independent. The tiles of all pages are numbered through, and each warp walks its share of them, fetching
+// ahead of itself, or takes a single one (decode_all). What the kernel must know (shapes and places of segments, page
+// pairs) travels in the kernel's parameters, as few bytes as it can be, since they cost a launch time; if that is too
+// much, small kernels first carry it to a scratch tensor, in their parameters, so that nothing is copied from host
+// memory behind the caller's back and a captured graph keeps its values.
 
 #include <cstring>
 #include <type_traits>
@@ -17,24 +17,25 @@
 namespace kvc::nvfp4 {
 namespace {
 
-constexpr int kSmallInline = 14 * 1024;  // 72 segments and some three hundred pages
-constexpr int kLargeInline = 31 * 1024;  // kernel parameters end at 32,764 bytes
+constexpr int kSmallInline = 3904;       // with the header within 4 KiB: 72 segments and some forty pages
+constexpr int kLargeInline = 14 * 1024;  // 72 segments and some thirteen hundred pages
+constexpr int kNothingInline = 16;       // everything is in device memory
+constexpr int kUploadBytes = 31 * 1024;  // kernel parameters end at 32,764 bytes
 
 enum class Direction {
   kEncode,
   kEncodeStaged,  // the output goes through shared memory: towards host memory, or where 8 bytes cannot be stored at
                   // once
   kDecode,
-  kDecodeDirect,  // 8-bit elements from aligned cold pages in device memory
+  kDecodeStaged,  // from host memory
 };
 constexpr bool is_encode(Direction d) { return d == Direction::kEncode || d == Direction::kEncodeStaged; }
 
 // Blocks of device-memory moves are short-lived: the hardware keeps the chip full and neighbours close together.
-constexpr uint32_t warps_per_block(Direction d) { return d == Direction::kDecodeDirect ? 8 : is_encode(d) ? 4 : 2; }
-// Where arithmetic is what limits, a second tile (or two more) pays for the start of a block.
+constexpr uint32_t warps_per_block(Direction d) { return is_encode(d) ? 4 : 2; }
+// Where arithmetic is what limits, a second tile pays for the start of a block.
 constexpr int64_t tiles_per_warp(Direction d, bool bytes, bool residual) {
-  if (d == Direction::kDecodeDirect) return 1;
-  return is_encode(d) ? (bytes || residual ? 2 : 1) : (residual ? 4 : 2);
+  return d == Direction::kEncode && (bytes || residual) ? 2 : 1;
 }
 
 // Blocks of host-memory moves are few and stay: enough of them for PCIe, few enough to share the chip with a model.
@@ -42,14 +43,14 @@ constexpr uint32_t kWarpsPerHostBlock = 8;
 constexpr int64_t kHostBlocks = 16;
 constexpr uint32_t kLogHostRun = 4;
 constexpr int64_t kMaxBlocks = 0x7FFFFFFF;
-constexpr uint32_t kDirectBytes = 4096;  // copied bytes of a tile that is decoded directly
+constexpr uint32_t kTileBytes = 8192;  // hot bytes of a tile that is decoded from device memory; no more are cold ones
 
 constexpr TileLimits tile_limits(Direction d) {
   switch (d) {
     case Direction::kEncode: return {16384, 1024, kRingBytes, kRingBytes};
     case Direction::kEncodeStaged: return {kStagedHot, kStagedSlots, kStagedHot, kStagedHot};
-    case Direction::kDecode: return {1 << 20, kStagedSlots, kStagedData, 1 << 20};  // bounded by what registers carry
-    default: return {8192, 512, kDirectBytes, 8192};
+    case Direction::kDecode: return {kTileBytes, 512, kTileBytes, kTileBytes, kTileBytes};
+    default: return {1 << 20, kStagedSlots, kStagedData, 1 << 20};  // what registers carry
   }
 }
 
@@ -59,7 +60,8 @@ struct Walk {
   int64_t turn;        // how many of the warp's tiles are behind it
   int64_t page_begin;
   int64_t hot_slot, cold_slot;
-  uint32_t segment_end;
+  uint8_t* padding;
+  uint32_t segment_begin, segment_end;
   uint32_t count;   // visits so far
   Visit visits[2];  // the last two: at most two tiles are under way
 };
@@ -82,20 +84,35 @@ struct WarpMemory<Direction::kEncodeStaged> {
 };
 
 template <>
-struct WarpMemory<Direction::kDecodeDirect> {
-  Walk walk;
-  alignas(16) uint8_t input[kDirectBytes];
+struct WarpMemory<Direction::kDecode> {
+  // Three runs, each from 16 bytes on, and some room for nothing: 22 warps on a multiprocessor are faster than the 24
+  // that would fit, whose writes scatter further.
+  alignas(16) uint8_t input[kTileBytes + 64 + 1024];
 };
 
 template <>
-struct WarpMemory<Direction::kDecode> {
+struct WarpMemory<Direction::kDecodeStaged> {
   Walk walk;
   alignas(16) uint8_t input[kStagedData + kStagedSlots];
 };
 
-// The segments, where each starts (first_tile once more, packed for a quick search) and the page pairs.
+// Where a segment lies in slot 0, and its shape, which it mostly shares with those of other layers.
+struct Spot {
+  uint8_t* hot;
+  uint8_t* data;
+  uint8_t* scales;
+  uint8_t* padding;
+  uint64_t shape;
+
+  __device__ __forceinline__ Place at(const Segment& s, int64_t hot_slot, int64_t cold_slot) const {
+    return {hot + hot_slot * s.hot_stride, data + cold_slot * s.data_stride, scales + cold_slot * s.scales_stride};
+  }
+};
+
+// The shapes, the spots, the first tile of each, packed for a quick search, and the page pairs.
 struct Metadata {
-  const Segment* segments;
+  const Segment* shapes;
+  const Spot* spots;
   const uint32_t* starts;
   const int32_t* pairs;  // null: slot i to slot i
 };
@@ -104,10 +121,13 @@ struct Header {
   Metadata metadata;  // used when `inlined` is false
   bool inlined;
   bool inlined_pairs;
-  uint32_t starts_at;  // byte positions in the inlined block
+  uint32_t spots_at;  // byte positions in the inlined block
+  uint32_t starts_at;
   uint32_t pairs_at;
   int64_t pair_stride[2];
+  int64_t pages;
   int64_t total_tiles;
+  int64_t share, extra;  // tiles of every block, and how many blocks have one more
   uint32_t tiles_per_page;
   uint32_t num_segments;
   uint32_t log_run;  // of the tiles a warp takes in a row before the others of its block have their turn
@@ -120,6 +140,17 @@ struct Inline {
   alignas(16) uint8_t bytes[kBytes];
 };
 
+// The last segment that starts at or before `tile`; every lane looks at its share of the starts at once.
+__device__ __forceinline__ uint32_t find_segment(const Header& h, const uint32_t* starts, uint32_t tile,
+                                                 uint32_t lane) {
+  uint32_t below = 0;
+  for (uint32_t base = 0; base < h.num_segments; base += kWarp) {
+    const uint32_t i = base + lane;
+    below += __popc(__ballot_sync(0xFFFFFFFFu, i < h.num_segments && starts[i] <= tile));
+  }
+  return below - 1;
+}
+
 // Walks a warp's tiles and describes each. The warps of a block take turns: short ones in device memory,
 // so that the block as a whole moves through memory in one place; long ones towards host memory, where a block has so
 // few warps that looking up where the next tile belongs would show.
@@ -130,24 +161,17 @@ struct Cursor {
   Walk& walk;
   uint32_t lane;
 
-  __device__ __forceinline__ const Segment* segments() const {
-    return h.inlined ? reinterpret_cast<const Segment*>(inlined) : h.metadata.segments;
+  __device__ __forceinline__ const Segment* shapes() const {
+    return h.inlined ? reinterpret_cast<const Segment*>(inlined) : h.metadata.shapes;
+  }
+  __device__ __forceinline__ const Spot* spots() const {
+    return h.inlined ? reinterpret_cast<const Spot*>(inlined + h.spots_at) : h.metadata.spots;
   }
   __device__ __forceinline__ const uint32_t* starts() const {
     return h.inlined ? reinterpret_cast<const uint32_t*>(inlined + h.starts_at) : h.metadata.starts;
   }
   __device__ __forceinline__ const int32_t* pairs() const {
     return h.inlined_pairs ? reinterpret_cast<const int32_t*>(inlined + h.pairs_at) : h.metadata.pairs;
-  }
-
-  // The last segment that starts at or before `tile`; every lane looks at its share of the starts at once.
-  __device__ __forceinline__ uint32_t find(uint32_t tile) const {
-    uint32_t below = 0;
-    for (uint32_t base = 0; base < h.num_segments; base += kWarp) {
-      const uint32_t i = base + lane;
-      below += __popc(__ballot_sync(0xFFFFFFFFu, i < h.num_segments && starts()[i] <= tile));
-    }
-    return below - 1;
   }
 
   __device__ __forceinline__ bool next(Tile& to) {
@@ -165,7 +189,7 @@ struct Cursor {
       uint32_t segment;
       while (true) {
         if (count != 0 && index - page_begin < h.tiles_per_page) {
-          segment = find(tile);
+          segment = find_segment(h, starts(), tile, lane);
           break;
         }
         const int64_t page = index / h.tiles_per_page;
@@ -177,7 +201,8 @@ struct Cursor {
           hot_slot = pair[kEncode ? h.pair_stride[1] : 0];
           cold_slot = pair[kEncode ? 0 : h.pair_stride[1]];
         }
-        segment = find(tile);  // before the slots are looked at: both loads are then under way together
+        // Before the slots are looked at: both loads are then under way together.
+        segment = find_segment(h, starts(), tile, lane);
         if (hot_slot >= 0 && hot_slot < h.hot_slots && cold_slot >= 0 && cold_slot < h.cold_slots) break;
         // No such page: on to the warp's first turn that may lie behind it.
         const int64_t stride = static_cast<int64_t>(blockDim.x / kWarp) << h.log_run;
@@ -189,14 +214,16 @@ struct Cursor {
       }
       count = walk.count + 1;
       Visit& visit = walk.visits[count & 1];
+      const Spot spot = spots()[segment];
       if (lane < sizeof(Segment) / 16)
-        reinterpret_cast<uint4*>(&visit.segment)[lane] = reinterpret_cast<const uint4*>(segments() + segment)[lane];
+        reinterpret_cast<uint4*>(&visit.segment)[lane] = reinterpret_cast<const uint4*>(shapes() + spot.shape)[lane];
       const uint32_t segment_end = segment + 1 < h.num_segments ? starts()[segment + 1] : h.tiles_per_page;
       __syncwarp();
       const Segment& s = visit.segment;
       if (lane == 0) {
-        visit.at = {s.hot + hot_slot * s.hot_stride, s.data + cold_slot * s.data_stride,
-                    s.scales + cold_slot * s.scales_stride};
+        visit.at = spot.at(s, hot_slot, cold_slot);
+        walk.padding = spot.padding + cold_slot * s.data_stride;
+        walk.segment_begin = starts()[segment];
         walk.page_begin = page_begin;
         walk.hot_slot = hot_slot;
         walk.cold_slot = cold_slot;
@@ -207,9 +234,8 @@ struct Cursor {
     }
     to.visit = &walk.visits[count & 1];
     const Segment& s = to.segment();
-    to.index = tile - s.first_tile;
-    if (kEncode && s.padding_bytes > 0 && to.index == 0 && lane < s.padding_bytes)
-      s.padding[walk.cold_slot * s.data_stride + lane] = 0;
+    to.index = tile - walk.segment_begin;
+    if (kEncode && s.padding_bytes > 0 && to.index == 0 && lane < s.padding_bytes) walk.padding[lane] = 0;
     __syncwarp();
     if (lane == 0) walk.turn = turn + 1;
     __syncwarp();
@@ -284,8 +310,65 @@ __device__ __forceinline__ void encode_all(Cursor<true>& cursor, WarpMemory<Dire
   }
 }
 
+// From device memory: many short-lived warps, a tile each, hide the latency. Hot pages lie anywhere, and scattered
+// writes cost device memory time, so tiles are numbered through all pages of a segment before the next one: writes to
+// one pool follow each other.
+template <int kBytes>
+__device__ __forceinline__ void decode_all(const Header& h, const Inline<kBytes>& inlined,
+                                           WarpMemory<Direction::kDecode>& memory, uint32_t warp, uint32_t lane) {
+  constexpr bool kInlined = kBytes > kNothingInline;
+  const auto* shapes = kInlined ? reinterpret_cast<const Segment*>(inlined.bytes) : h.metadata.shapes;
+  const auto* spots = kInlined ? reinterpret_cast<const Spot*>(inlined.bytes + h.spots_at) : h.metadata.spots;
+  const auto* starts = kInlined ? reinterpret_cast<const uint32_t*>(inlined.bytes + h.starts_at) : h.metadata.starts;
+  const int64_t stride = int64_t{gridDim.x} * (blockDim.x / kWarp);
+#pragma unroll 1
+  for (int64_t index = int64_t{blockIdx.x} * (blockDim.x / kWarp) + warp; index < h.total_tiles; index += stride) {
+    const uint32_t segment = find_segment(h, starts, static_cast<uint32_t>(index / h.pages), lane);
+    const Segment& s = shapes[spots[segment].shape];
+    const uint32_t tiles = (segment + 1 < h.num_segments ? starts[segment + 1] : h.tiles_per_page) - starts[segment];
+    const int64_t within = index - starts[segment] * h.pages;
+    const int64_t page = within / tiles;
+    int64_t hot_slot = page, cold_slot = page;
+    if (kInlined && h.inlined_pairs) {
+      const auto* pair = reinterpret_cast<const int32_t*>(inlined.bytes + h.pairs_at) + page * 2;
+      hot_slot = pair[0], cold_slot = pair[1];
+    } else if (h.metadata.pairs != nullptr) {
+      const int32_t* pair = h.metadata.pairs + page * h.pair_stride[0];
+      hot_slot = pair[0], cold_slot = pair[h.pair_stride[1]];
+    }
+    if (hot_slot < 0 || hot_slot >= h.hot_slots || cold_slot < 0 || cold_slot >= h.cold_slots) continue;
+    const auto placed = [&](uint32_t which) {
+      const Segment& shape = shapes[spots[which].shape];
+      return PlacedTile{shape, spots[which].at(shape, hot_slot, cold_slot),
+                        static_cast<uint32_t>(within - page * tiles)};
+    };
+    const PlacedTile tile = placed(segment), rest = placed(segment + s.joined);
+    const ColdRuns runs(tile);
+    uint8_t* const scales = memory.input + (runs.data_bytes + 15) / 16 * 16;
+    uint8_t* const copied = scales + (runs.scale_bytes + 15) / 16 * 16;
+    fetch_run(memory.input, runs.data, runs.data_bytes, lane);
+    fetch_run(scales, runs.scales, runs.scale_bytes, lane);
+    if (s.joined) {
+      const ColdRuns beside(rest);
+      fetch_run(copied, beside.data, beside.data_bytes, lane);
+    }
+    commit_async();
+    wait_async<0>();
+    __syncwarp();
+    if (s.kind != SegmentKind::kQuantize) {
+      copy_tile<false>(tile, memory.input, lane);
+    } else {
+      with_type(s.dtype, [&](auto type) {
+        if (s.joined) decode_rows<decltype(type)::value>(tile, rest, memory.input, scales, copied, lane);
+        else decode_tile<decltype(type)::value>(tile, memory.input, scales, lane);
+      });
+    }
+    __syncwarp();
+  }
+}
+
 // While one tile is decoded, the cold bytes of the next are on their way to registers.
-__device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Direction::kDecode>& memory,
+__device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Direction::kDecodeStaged>& memory,
                                            uint32_t lane) {
   Carried next;
   Tile tile, following;
@@ -301,28 +384,23 @@ __device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Dir
     if (tile.segment().kind != SegmentKind::kQuantize) copy_tile<false>(tile, memory.input, lane);
     else
       with_type(tile.segment().dtype, [&](auto type) {
-        decode_tile<decltype(type)::value, 4>(tile, memory.input, memory.input + kStagedData, lane);
+        decode_tile<decltype(type)::value>(tile, memory.input, memory.input + kStagedData, lane);
       });
     __syncwarp();
   }
 }
 
-__device__ __forceinline__ void decode_all(Cursor<false>& cursor, WarpMemory<Direction::kDecodeDirect>& memory,
-                                           uint32_t lane) {
-  Tile tile;
-#pragma unroll 1
-  while (cursor.next(tile)) {
-    const ColdRuns runs(tile);
-    if (tile.segment().kind == SegmentKind::kQuantize)
-      decode_tile<DType::kFloat8E4M3, 8>(tile, runs.data, runs.scales, lane);
-    else copy_direct(tile, runs, memory.input, lane);
-  }
+__device__ __forceinline__ void start(Walk& walk, const Header& h, uint32_t warp) {
+  const int64_t begin = blockIdx.x * h.share + min(int64_t{blockIdx.x}, h.extra);
+  walk.first = begin + (int64_t{warp} << h.log_run);
+  walk.turn = 0;
+  walk.end = begin + h.share + (blockIdx.x < h.extra ? 1 : 0);
+  walk.page_begin = walk.hot_slot = walk.cold_slot = 0;
+  walk.segment_end = walk.count = 0;
 }
 
 // Of kWarpsPerHostBlock warps each; fewer registers would spill.
-constexpr int blocks_per_multiprocessor(Direction d) {
-  return d == Direction::kEncodeStaged ? 2 : d == Direction::kDecodeDirect ? 4 : 3;
-}
+constexpr int blocks_per_multiprocessor(Direction d) { return d == Direction::kEncodeStaged ? 2 : 3; }
 
 template <Direction kDirection, int kBytes>
 __global__ void __launch_bounds__(kWarpsPerHostBlock* kWarp, blocks_per_multiprocessor(kDirection))
@@ -330,23 +408,18 @@ __global__ void __launch_bounds__(kWarpsPerHostBlock* kWarp, blocks_per_multipro
   extern __shared__ __align__(16) uint8_t shared[];
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   auto& memory = reinterpret_cast<WarpMemory<kDirection>*>(shared)[warp];
-  if (lane == 0) {
-    const int64_t share = h.total_tiles / gridDim.x, extra = h.total_tiles % gridDim.x;
-    const int64_t begin = blockIdx.x * share + min(int64_t{blockIdx.x}, extra);
-    Walk& walk = memory.walk;
-    walk.first = begin + (int64_t{warp} << h.log_run);
-    walk.turn = 0;
-    walk.end = begin + share + (blockIdx.x < extra ? 1 : 0);
-    walk.page_begin = walk.hot_slot = walk.cold_slot = 0;
-    walk.segment_end = walk.count = 0;
+  if constexpr (kDirection == Direction::kDecode) {
+    decode_all(h, inlined, memory, warp, lane);
+  } else {
+    if (lane == 0) start(memory.walk, h, warp);
+    __syncwarp();
+    Cursor<is_encode(kDirection)> cursor{h, inlined.bytes, memory.walk, lane};
+    if constexpr (is_encode(kDirection)) encode_all(cursor, memory, lane);
+    else decode_all(cursor, memory, lane);
   }
-  __syncwarp();
-  Cursor<is_encode(kDirection)> cursor{h, inlined.bytes, memory.walk, lane};
-  if constexpr (is_encode(kDirection)) encode_all(cursor, memory, lane);
-  else decode_all(cursor, memory, lane);
 }
 
-__global__ void upload_kernel(uint8_t* to, int bytes, const __grid_constant__ Inline<kLargeInline> payload) {
+__global__ void upload_kernel(uint8_t* to, int bytes, const __grid_constant__ Inline<kUploadBytes> payload) {
   for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += static_cast<int>(blockDim.x) * 16)
     *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(payload.bytes + i);
 }
@@ -385,45 +458,61 @@ bool holds_bytes(const PageWork& work) {
   return all_quantized(work, [](const Segment& s) { return s.dtype == DType::kFloat8E4M3; });
 }
 
-// What the kernel must know of the work: the segments, where each starts, and host pairs.
-size_t starts_at(const PageWork& work) { return work.segments.size() * sizeof(Segment); }
-size_t pairs_at(const PageWork& work) { return starts_at(work) + work.segments.size() * sizeof(uint32_t); }
-size_t metadata_bytes(const PageWork& work, bool host_pairs) {
-  return pairs_at(work) + (host_pairs ? static_cast<size_t>(work.pages) * 8 : 0);
-}
+// What the kernel must know of the work, and where in a block of bytes. Which segments share a shape does not depend on
+// how they are cut: a quantized range and the lossless rest of its rows, which may be cut as one, are looked at as one.
+struct Known {
+  std::vector<uint32_t> shape_of, first_of;  // of each segment, and the first segment of each shape
+  size_t spots_at = 0, starts_at = 0, pairs_at = 0, bytes = 0;
 
-void write_metadata(const PageWork& work, bool host_pairs, uint8_t* to) {
-  std::memcpy(to, work.segments.data(), starts_at(work));
-  auto* starts = reinterpret_cast<uint32_t*>(to + starts_at(work));
-  for (const Segment& s : work.segments) *starts++ = s.first_tile;
-  auto* pairs = reinterpret_cast<int32_t*>(to + pairs_at(work));
-  for (int64_t i = 0; host_pairs && i < work.pages; ++i)
-    for (int c = 0; c < 2; ++c) *pairs++ = work.pairs[i * work.pair_stride[0] + c * work.pair_stride[1]];
-}
-
-// Segments that are cut alike, and how many. Layers mostly are, so that tiles can be counted without a division for
-// each.
-struct Kind {
-  const Segment* segment;
-  int64_t count;
+  Known(const PageWork& work, bool host_pairs) {
+    const std::vector<Segment>& all = work.segments;
+    const auto whole = [&](size_t i) {
+      return all[i].kind == SegmentKind::kQuantize && i + 1 < all.size() && all[i + 1].kind == SegmentKind::kRows;
+    };
+    constexpr size_t kLookedThrough = 8;  // a layer's shapes, rather than all of a layout without order
+    shape_of.reserve(all.size());
+    for (size_t i = 0; i < all.size(); i += 1 + whole(i)) {
+      const size_t oldest = first_of.size() - std::min(first_of.size(), kLookedThrough);
+      size_t shape = first_of.size();
+      while (shape-- > oldest) {
+        const size_t j = first_of[shape];
+        if (same_shape(all[i], all[j]) && whole(i) == whole(j) && (!whole(i) || same_shape(all[i + 1], all[j + 1])))
+          break;
+      }
+      const bool found = shape + 1 > oldest;
+      for (size_t part = 0; part <= whole(i); ++part) {
+        shape_of.push_back(static_cast<uint32_t>(found ? shape + part : first_of.size()));
+        if (!found) first_of.push_back(static_cast<uint32_t>(i + part));
+      }
+    }
+    spots_at = first_of.size() * sizeof(Segment);
+    starts_at = spots_at + all.size() * sizeof(Spot);
+    pairs_at = starts_at + all.size() * sizeof(uint32_t);
+    bytes = pairs_at + (host_pairs ? static_cast<size_t>(work.pages) * 8 : 0);
+  }
 };
 
-std::vector<Kind> kinds_of(const std::vector<Segment>& segments) {
-  constexpr size_t kLookedThrough = 4;  // a layer's segments, rather than all of a layout without order
-  std::vector<Kind> kinds;
-  for (const Segment& s : segments) {
-    const auto first = kinds.end() - static_cast<std::ptrdiff_t>(std::min(kinds.size(), kLookedThrough));
-    const auto same = std::find_if(first, kinds.end(), [&](const Kind& k) { return cut_alike(*k.segment, s); });
-    if (same == kinds.end()) kinds.push_back({&s, 1});
-    else ++same->count;
+void write_metadata(const PageWork& work, const Known& known, bool host_pairs, uint8_t* to) {
+  auto* shapes = reinterpret_cast<Segment*>(to);
+  for (const uint32_t i : known.first_of) *shapes++ = work.segments[i];
+  auto* spots = reinterpret_cast<Spot*>(to + known.spots_at);
+  auto* starts = reinterpret_cast<uint32_t*>(to + known.starts_at);
+  for (size_t i = 0; i < work.segments.size(); ++i) {
+    const Segment& s = work.segments[i];
+    spots[i] = {s.hot, s.data, s.scales, s.padding, known.shape_of[i]};
+    starts[i] = s.first_tile;
   }
-  return kinds;
-}
-
-int64_t count_tiles(const std::vector<Kind>& kinds, const TileLimits& limits) {
-  int64_t tiles = 0;
-  for (const Kind& k : kinds) tiles += k.count * k.segment->tiles(units_per_tile(*k.segment, limits));
-  return tiles;
+  if (!host_pairs) return;
+  struct Pair {
+    int32_t dst, src;
+  };
+  auto* pairs = reinterpret_cast<Pair*>(to + known.pairs_at);
+  for (int64_t i = 0; i < work.pages; ++i) {
+    const int32_t* pair = work.pairs + i * work.pair_stride[0];
+    pairs[i] = {pair[0], pair[work.pair_stride[1]]};
+  }
+  // The order of the pages is ours: writes go through memory in one direction.
+  std::sort(pairs, pairs + work.pages, [](const Pair& a, const Pair& b) { return a.dst < b.dst; });
 }
 
 // `max_ctas` of 0 leaves the grid to us.
@@ -431,15 +520,20 @@ template <Direction kDirection>
 void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int multiprocessors, uint8_t* scratch,
          int device, cudaStream_t stream) {
   Header h{};
+  const Known known(work, host_pairs);
   TileLimits limits = tile_limits(kDirection);
   Grid grid{max_ctas > 0 ? max_ctas : kHostBlocks, kWarpsPerHostBlock};
   if (!host_cold) {
     // Little work is cut finer, until every multiprocessor has some.
-    const std::vector<Kind> kinds = kinds_of(work.segments);
-    while (work.pages * count_tiles(kinds, limits) < 16 * int64_t{multiprocessors} && limits.slots > 32)
-      limits = {limits.hot_bytes / 2, limits.slots / 2, limits.copied_bytes / 2, limits.residual_bytes / 2};
+    constexpr int64_t kTiles = is_encode(kDirection) ? 16 : 8;
+    int64_t hot_bytes = 0;
+    for (const Segment& s : work.segments) hot_bytes += s.hot_bytes();
+    while (work.pages * hot_bytes < kTiles * multiprocessors * limits.hot_bytes && limits.slots > 32)
+      limits = {limits.hot_bytes / 2, limits.slots / 2, limits.copied_bytes / 2, limits.residual_bytes / 2,
+                limits.joined_bytes / 2};
   }
   h.tiles_per_page = static_cast<uint32_t>(number_tiles(&work.segments, limits));
+  h.pages = work.pages;
   h.total_tiles = work.pages * h.tiles_per_page;
   h.log_run = kLogHostRun;
   if (!host_cold && max_ctas == 0) {
@@ -452,7 +546,9 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
     grid.blocks = (h.total_tiles + tiles * grid.warps - 1) / (tiles * grid.warps);
   }
   grid.blocks = std::min({grid.blocks, (h.total_tiles + grid.warps - 1) / grid.warps, kMaxBlocks});
-  while (h.log_run > 0 && (int64_t{grid.warps} << h.log_run) > h.total_tiles / grid.blocks) --h.log_run;
+  h.share = h.total_tiles / grid.blocks;
+  h.extra = h.total_tiles % grid.blocks;
+  while (h.log_run > 0 && (int64_t{grid.warps} << h.log_run) > h.share) --h.log_run;
   h.num_segments = static_cast<uint32_t>(work.segments.size());
   h.hot_slots = work.hot_slots;
   h.cold_slots = work.cold_slots;
@@ -460,38 +556,37 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   h.pair_stride[0] = host_pairs ? 2 : work.pair_stride[0];
   h.pair_stride[1] = host_pairs ? 1 : work.pair_stride[1];
 
-  const size_t bytes = metadata_bytes(work, host_pairs);
-  if (bytes <= kLargeInline) {
+  const auto inline_and_launch = [&](auto&& inlined) {
     h.inlined = true;
     h.inlined_pairs = host_pairs;
-    h.starts_at = static_cast<uint32_t>(starts_at(work));
-    h.pairs_at = static_cast<uint32_t>(pairs_at(work));
-    const auto inline_and_launch = [&](auto&& inlined) {
-      write_metadata(work, host_pairs, inlined.bytes);
-      launch<kDirection>(h, inlined, grid, device, stream);
-    };
-    if (bytes <= kSmallInline) {
-      Inline<kSmallInline> small;
-      inline_and_launch(small);
-    } else {
-      Inline<kLargeInline> large;
-      inline_and_launch(large);
-    }
-    return;
+    h.spots_at = static_cast<uint32_t>(known.spots_at);
+    h.starts_at = static_cast<uint32_t>(known.starts_at);
+    h.pairs_at = static_cast<uint32_t>(known.pairs_at);
+    write_metadata(work, known, host_pairs, inlined.bytes);
+    launch<kDirection>(h, inlined, grid, device, stream);
+  };
+  if (known.bytes <= kSmallInline) {
+    Inline<kSmallInline> small;
+    return inline_and_launch(small);
   }
-  std::vector<uint8_t> all(bytes);
-  write_metadata(work, host_pairs, all.data());
-  Inline<kLargeInline> payload;
-  for (size_t done = 0; done < bytes; done += kLargeInline) {
-    const size_t part = std::min<size_t>(bytes - done, kLargeInline);
+  if (known.bytes <= kLargeInline) {
+    Inline<kLargeInline> large;
+    return inline_and_launch(large);
+  }
+  std::vector<uint8_t> all(known.bytes);
+  write_metadata(work, known, host_pairs, all.data());
+  Inline<kUploadBytes> payload;
+  for (size_t done = 0; done < all.size(); done += kUploadBytes) {
+    const size_t part = std::min<size_t>(all.size() - done, kUploadBytes);
     std::memcpy(payload.bytes, all.data() + done, part);
     upload_kernel<<<1, 512, 0, stream>>>(scratch + done, static_cast<int>(part), payload);
     cuda_check(cudaGetLastError(), "upload_kernel");
   }
-  h.metadata.segments = reinterpret_cast<const Segment*>(scratch);
-  h.metadata.starts = reinterpret_cast<const uint32_t*>(scratch + starts_at(work));
-  if (host_pairs) h.metadata.pairs = reinterpret_cast<const int32_t*>(scratch + pairs_at(work));
-  Inline<kSmallInline> none;
+  h.metadata.shapes = reinterpret_cast<const Segment*>(scratch);
+  h.metadata.spots = reinterpret_cast<const Spot*>(scratch + known.spots_at);
+  h.metadata.starts = reinterpret_cast<const uint32_t*>(scratch + known.starts_at);
+  if (host_pairs) h.metadata.pairs = reinterpret_cast<const int32_t*>(scratch + known.pairs_at);
+  Inline<kDirection == Direction::kDecode ? kNothingInline : kSmallInline> none;
   launch<kDirection>(h, none, grid, device, stream);
 }
 
@@ -502,13 +597,13 @@ Direction direction_of(const PageWork& work, bool encode, bool host_cold) {
            (work.cold_slots <= 1 || s.data_stride % kGroupBytes == 0);
   });
   if (encode) return host_cold || !aligned ? Direction::kEncodeStaged : Direction::kEncode;
-  return !host_cold && aligned && holds_bytes(work) ? Direction::kDecodeDirect : Direction::kDecode;
+  return host_cold ? Direction::kDecodeStaged : Direction::kDecode;
 }
 
 }  // namespace
 
 int64_t page_scratch_bytes(const PageWork& work, bool host_pairs) {
-  const auto bytes = static_cast<int64_t>(metadata_bytes(work, host_pairs));
+  const auto bytes = static_cast<int64_t>(Known(work, host_pairs).bytes);
   return bytes <= kLargeInline ? 0 : (bytes + 15) / 16 * 16;
 }
 
@@ -525,7 +620,7 @@ void launch_pages(const char* op, bool encode, PageWork work, bool host_pairs, b
     case Direction::kEncode: return go(std::integral_constant<Direction, Direction::kEncode>{});
     case Direction::kEncodeStaged: return go(std::integral_constant<Direction, Direction::kEncodeStaged>{});
     case Direction::kDecode: return go(std::integral_constant<Direction, Direction::kDecode>{});
-    case Direction::kDecodeDirect: return go(std::integral_constant<Direction, Direction::kDecodeDirect>{});
+    case Direction::kDecodeStaged: return go(std::integral_constant<Direction, Direction::kDecodeStaged>{});
   }
 }
 

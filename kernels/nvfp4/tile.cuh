@@ -40,6 +40,21 @@ struct Tile {
   }
 };
 
+// A tile that is described where it was, and once.
+struct PlacedTile {
+  const Segment& shape;
+  Place place;
+  uint32_t index;
+
+  __device__ __forceinline__ const Segment& segment() const { return shape; }
+  __device__ __forceinline__ Place at() const {
+    __builtin_assume(__isGlobal(place.hot));
+    __builtin_assume(__isGlobal(place.data));
+    __builtin_assume(__isGlobal(place.scales));
+    return place;
+  }
+};
+
 __device__ __forceinline__ uint32_t misalignment(const void* p) {
   return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(p)) & 15u;
 }
@@ -154,7 +169,7 @@ __device__ __forceinline__ void store_run(uint8_t* to, const uint8_t* shared, ui
   if (lane < bytes - done) to[done + lane] = shared[done + lane];
 }
 
-template <bool kEncode>
+template <bool kEncode, typename Tile>
 __device__ __forceinline__ void copy_tile(const Tile& tile, const uint8_t* input, uint32_t lane) {
   const Segment& s = tile.segment();
   const Extent e = extent(s, tile.index);

@@ -17,6 +17,7 @@ from typing import Any
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 CHUNK = 4096  # positions that a program classifies
 TILE = 2 * CHUNK  # positions whose indices a program writes
@@ -51,7 +52,11 @@ def settle_pivot_kernel(
     share,  # provisional columns of a part
     step,  # int32 of an index
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     row = tl.program_id(0)
     part = tl.program_id(1)
     offset, _, length = _row(row, lengths, width, row_stride, 0, 1)
@@ -101,7 +106,11 @@ def settle_classify_kernel(
     chunks,
     VECTOR: tl.constexpr,
     CHUNK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     number = tl.program_id(0)
     row = number // chunks
     first = (number % chunks).to(tl.int64) * CHUNK
@@ -174,7 +183,11 @@ def settle_emit_kernel(
     CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     tiles = chunks // (TILE // CHUNK)
     number = tl.program_id(0)
     row = number // tiles

@@ -12,6 +12,7 @@ import itertools
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 ALIGNMENT = tl.constexpr(
     128
@@ -57,7 +58,11 @@ def mean_phase_kernel(
     sin_column,
     BLOCK_O: tl.constexpr,
     BLOCK_F: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     request = (tl.program_id(0) // blocks).to(tl.int64)
     f = tl.program_id(0) % blocks * BLOCK_F + tl.arange(0, BLOCK_F)
     position = tl.load(positions + request * words).to(tl.int64)
@@ -309,7 +314,11 @@ def moments_kernel(
     blocks,  # programs per request
     BLOCK_P: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     request = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.program_id(0) % blocks * BLOCK_R + tl.arange(0, BLOCK_R)
     count = tl.zeros([BLOCK_R], dtype=tl.float32)
@@ -361,7 +370,11 @@ def reduce_kernel(
     normalize,
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
+    PDL: tl.constexpr = False,
 ):
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     line = tl.program_id(0) // blocks
     request = (line // out_rows).to(tl.int64)
     row = line % out_rows
