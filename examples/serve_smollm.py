@@ -109,10 +109,10 @@ class Answer:
 class PagedPools:
     """K and V of every layer in paged pools, one request's page table, and the engine's side of kvc.methods."""
 
-    def __init__(self, lm: smollm.SmolLM, slots: int, columns: int) -> None:
+    def __init__(self, lm: smollm.SmolLM, slots: int, columns: int, dtype: torch.dtype = DTYPE) -> None:
         shape = (slots, lm.num_kv_heads, TOKENS_PER_PAGE, lm.head_dim)
         self.device = next(lm.model.parameters()).device
-        self.memory = [torch.zeros(shape, dtype=DTYPE, device=self.device) for _ in range(2 * lm.num_layers)]
+        self.memory = [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(2 * lm.num_layers)]
         self.page_table = torch.full((1, columns), -1, dtype=torch.int32, device=self.device)
         self.draft = None
         self.freed: Callable[[list[int]], None] = lambda pages: None
@@ -150,7 +150,7 @@ class PagedPools:
         page = torch.tensor(pages, device=self.device)[tokens // TOKENS_PER_PAGE]
         place = tokens % TOKENS_PER_PAGE
         for pool, rows in zip(self.memory, new, strict=True):
-            pool[page, :, place] = rows.transpose(0, 1).to(DTYPE)
+            pool[page, :, place] = rows.transpose(0, 1).to(pool.dtype)
 
     def read(self, pages: Sequence[int], tokens: int) -> Any:
         """The first tokens of a request as a cache of the model's library."""

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-NEEDS = "needs kvc[demo]"
+NEEDS = "needs kvc[demo] and kvc[methods]"
 transformers = pytest.importorskip("transformers", reason=NEEDS)
-pytest.importorskip("typer", reason=NEEDS)
-pytest.importorskip("rich", reason=NEEDS)
-pytest.importorskip("matplotlib", reason=NEEDS)
+for module in ("typer", "rich", "matplotlib", "pydantic", "safetensors", "xxhash"):
+    pytest.importorskip(module, reason=NEEDS)
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 
 import evict_smollm as study  # noqa: E402
+import rounds_smollm as rounds  # noqa: E402
 from cold_pages_smollm import forward, hf_cache  # noqa: E402
 from kvc import calibration  # noqa: E402
 
@@ -192,3 +192,153 @@ def test_bad_options_are_refused() -> None:
     app.command()(study.main)
     for options in (("--budgets", "0"), ("--budgets", "100,4096"), ("--rule", "none")):
         assert CliRunner().invoke(app, options).exit_code == 2
+
+
+class TestRounds:
+    """The long text under one round after another."""
+
+    WINDOW = 16
+    BETA = 32
+    PROMPT, GENERATED = 20, 80
+
+    @pytest.fixture(autouse=True)
+    def small_windows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rounds, "WINDOW", self.WINDOW)
+
+    @pytest.fixture
+    def path(self, tiny: Any, tmp_path: Path) -> Path:
+        path = tmp_path / "c.safetensors"
+        calibration.save(calibration.collect(tiny.model, torch.arange(200) % VOCABULARY), path)
+        return path
+
+    @pytest.fixture
+    def text(self) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(4)
+        ids = torch.randint(VOCABULARY, (self.PROMPT + self.GENERATED,), generator=generator)
+        return ids[: self.PROMPT], ids[self.PROMPT :]
+
+    def session(self, lm: Any, rule: str, budget: int, path: Path) -> Any:
+        return rounds.session_of(lm, rule, budget, self.BETA, path, self.PROMPT + self.GENERATED)
+
+    @pytest.mark.parametrize("rule", [*(f"TriAttention {mode}" for mode in study.MODES), rounds.RECENT])
+    def test_rounds_come_at_their_places(self, tiny: Any, text: Any, path: Path, rule: str) -> None:
+        session, whole = (self.session(tiny, name, 24, path) for name in (rule, rounds.WHOLE))
+        lengths: list[int] = []
+        with torch.inference_mode():
+            for piece in (text[0], *text[1].split(self.WINDOW)):
+                logits, expected = session.feed(piece), whole.feed(piece)
+                if len(lengths) < 3:  # nothing is evicted before the end of the third piece
+                    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+                lengths.append(session.cached)
+        assert lengths == [20, 36, 20 + 24, 20 + 40, 20 + 24, 20 + 40]
+        assert whole.cached == self.PROMPT + self.GENERATED
+        assert not torch.allclose(logits, expected, rtol=1e-2, atol=1e-2)
+
+    def test_steps_do_not_matter(self, tiny: Any, text: Any, path: Path) -> None:
+        readings = []
+        for step in (1, self.WINDOW, self.BETA):
+            session = self.session(tiny, "TriAttention union", 24, path)
+            with torch.inference_mode():
+                session.feed(text[0])
+            readings.append(rounds.read(session, text[1], step))
+        for other in readings[1:]:
+            torch.testing.assert_close(other.losses, readings[0].losses, rtol=1e-4, atol=1e-4)
+            assert other.best.equal(readings[0].best)
+
+    def test_recent_tokens_are_as_if_others_were_masked(self, tiny: Any, text: Any, path: Path) -> None:
+        session = self.session(tiny, rounds.RECENT, 24, path)
+        ids, end = torch.cat(text), self.PROMPT + self.BETA
+        with torch.inference_mode():
+            session.feed(ids[: self.PROMPT])
+            session.feed(ids[self.PROMPT : end])
+            found = session.feed(ids[end : end + 8])
+            cache = hf_cache([])
+            forward(tiny.model, ids[None, :end], cache)
+            seen = torch.ones(8, end + 8).tril(end).bool()
+            seen[:, self.PROMPT : end - 24] = False
+            expected = tiny.model(ids[None, end : end + 8], seen[None, None], None, cache).logits[0]
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+    def test_results_of_every_rule(self, tiny: Any, text: Any, path: Path) -> None:
+        prompt, ids = text
+        results = rounds.read_by_every_rule(
+            tiny,
+            [text, (prompt, ids.flip(0))],
+            ["TriAttention per_head", rounds.RECENT],
+            [8, 24],
+            self.BETA,
+            path,
+        )
+        assert [(r.rule, r.budget) for r in results[1:]] == [
+            (rule, budget) for rule in ("TriAttention per_head", rounds.RECENT) for budget in (8, 24)
+        ]
+        whole = results[0]
+        assert whole.agreement == [1.0, 1.0, 1.0]
+        for r in results:
+            assert (len(r.perplexity), len(r.windows)) == (3, 5)
+            assert r.perplexity[1] ** 2 == pytest.approx(r.windows[2] * r.windows[3])
+            # The round at the end of a span changes nothing in it.
+            assert r.perplexity[0] == pytest.approx(whole.perplexity[0], rel=1e-4)
+        assert all(r.perplexity[1:] != whole.perplexity[1:] for r in results[1:])
+        assert rounds.as_table(results, self.GENERATED, self.BETA, "title").row_count == 5
+        # As if each rule had read its text from the beginning.
+        session = self.session(tiny, "TriAttention per_head", 8, path)
+        with torch.inference_mode():
+            session.feed(prompt)
+            logits = tiny.model(torch.cat(text)[None]).logits[0, self.PROMPT - 1 : -1]
+        (found,) = rounds.read_by_every_rule(tiny, [text], ["TriAttention per_head"], [8], self.BETA, path)[
+            1:
+        ]
+        losses = rounds.read(session, ids, self.WINDOW).losses
+        assert found.windows == pytest.approx(
+            [part.mean().exp().item() for part in losses.split(self.WINDOW)]
+        )
+        (whole,) = rounds.read_by_every_rule(tiny, [text], [], [], self.BETA, path)
+        expected = torch.nn.functional.cross_entropy(logits, ids, reduction="none")
+        assert whole.windows == pytest.approx(
+            [part.mean().exp().item() for part in expected.split(self.WINDOW)], rel=1e-4
+        )
+
+    def test_picture_of_rounds_is_drawn(self, tmp_path: Path) -> None:
+        whole = rounds.Result(rounds.WHOLE, 80, [9.0] * 3, [1.0] * 3, [9.0] * 5)
+        others = [
+            rounds.Result(rule, budget, [9.5] * 3, [0.9] * 3, [9.0, 9.1, 9.2, 9.3, 9.4])
+            for rule in ("TriAttention union", rounds.RECENT)
+            for budget in (8, 24)
+        ]
+        rounds.plot([whole, *others], 80, self.BETA, tmp_path / "r.png")
+        assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+    def test_sampled_text_repeats_no_run(self, tiny: Any, text: Any, path: Path) -> None:
+        said = []
+        for rule, seed in (
+            (rounds.WHOLE, 1),
+            (rounds.WHOLE, 1),
+            (rounds.WHOLE, 2),
+            ("TriAttention union", 1),
+        ):
+            session = self.session(tiny, rule, 24, path)
+            with torch.inference_mode():
+                session.feed(text[0])
+            said.append(rounds.write(session, text[0], self.GENERATED, seed).tolist())
+        assert said[0] == said[1] != said[2]
+        assert said[3][: self.BETA] == said[0][: self.BETA]
+        assert said[3] != said[0]
+        for ids in said:
+            assert tiny.model.config.eos_token_id not in ids
+            assert rounds.repeated(torch.tensor(ids), rounds.REPEATABLE + 1) == 0
+        assert rounds.repeated(torch.tensor([1, 2, 3, 1, 2, 3]), 3) == 0.25
+
+    def test_headings_are_given(self, tiny: Any, text: Any, path: Path) -> None:
+        session = self.session(tiny, rounds.WHOLE, 24, path)
+        with torch.inference_mode():
+            session.feed(text[0])
+        given = {self.PROMPT + 5: 7, self.PROMPT + 6: 8}
+        said = rounds.write(session, text[0], 10, 1, given).tolist()
+        assert said[5:7] == [7, 8]
+        with torch.inference_mode():
+            expected = tiny.model(torch.cat((text[0], torch.tensor(said)))[None]).logits[0, -1:]
+        torch.testing.assert_close(session.next, expected, rtol=1e-4, atol=1e-4)
+        places = rounds.given_headings(lambda text: {"input_ids": [1, 2, 3]}, 100)
+        assert [*places][:4] == [100 + rounds.CHAPTER + i for i in range(3)] + [100 + 2 * rounds.CHAPTER]
+        assert len(places) == 3 * len(rounds.HEADINGS)
