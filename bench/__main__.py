@@ -4,6 +4,7 @@ runs side by side."""
 from __future__ import annotations
 
 from pathlib import Path
+from time import perf_counter
 from types import ModuleType
 from typing import Annotated
 
@@ -33,7 +34,7 @@ def run(
     json: Annotated[Path, typer.Option(help="Where to write the results.")] = Path("bench-results.json"),
     families: Annotated[str, typer.Option(help="Comma-separated.")] = ",".join(FAMILIES),
     parts: Annotated[str, typer.Option(help="Comma-separated; every part of a family by default.")] = "",
-    peers: Annotated[Path | None, typer.Option(help="A folder that bench/peers_topk.py filled.")] = None,
+    peers: Annotated[Path | None, typer.Option(help="A folder that bench/peers.py filled.")] = None,
 ) -> None:
     """Run the benchmarks of every family, ceilings first. Without a GPU, those of the CPU ops."""
     if context.invoked_subcommand is not None:
@@ -50,7 +51,7 @@ def run(
         if family not in FAMILIES:
             raise typer.BadParameter(f"there are {', '.join(FAMILIES)}", param_hint="--families")
         module = FAMILIES[family]
-        known = module.all_parts(peers) if family == "topk" else module.all_parts()
+        known = module.all_parts(**({"peers": peers} if family in ("nvfp4", "topk") else {}))
         unknown -= known.keys()
         chosen = [name for name in wanted if name in known] if wanted else module.PARTS.split(",")
         plan += [(family, name, known) for name in chosen if gpu or name in common.CPU_PARTS]
@@ -58,11 +59,13 @@ def run(
         raise typer.BadParameter(f"no family has {', '.join(sorted(unknown))}", param_hint="--parts")
     results: dict[str, list[common.Row]] = {}
     failed: dict[str, str] = {}
+    seconds: dict[str, float] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen) as progress:
         task = progress.add_task("", total=len(plan))
         for family, name, known in plan:
             progress.update(task, description=f"{family}: {name}")
+            begin = perf_counter()
             try:
                 found = common.measure(known, [name])
             except (
@@ -78,8 +81,9 @@ def run(
                 rows += [row for row in found if row not in rows]  # each part brings the ceiling along
                 if family in FAMILIES:
                     FAMILIES[family].show(found)
+            seconds[f"{family}: {name}"] = round(perf_counter() - begin, 1)
             progress.advance(task)
-    common.write(json, {"benchmark": "all", "families": results, "failed": failed})
+    common.write(json, {"benchmark": "all", "families": results, "failed": failed, "seconds": seconds})
     screen.print(f"wrote {json}")
     if failed:
         raise typer.Exit(1)

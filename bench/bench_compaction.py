@@ -6,7 +6,7 @@ bench/bench_compaction.py`` guards the CPU ops.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from bench import common
 from bench.common import Row, row
+from bench.peers import on_this_stream, optional
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 BUDGET, EVICTED = 2048, 128
@@ -96,8 +97,8 @@ class Case:
         arguments = (self.pools, self.table, sources, self.fill_offsets, self.bases, None, destinations)
         return lambda: kvc.compact_pages_(*arguments), self.nbytes(sources, destinations)
 
-    def gather_and_copy_back(self) -> Callable[[], None]:
-        """The same moves with `index_select` and `index_copy_` on rows, its indices already computed."""
+    def gather_and_copy_back(self) -> dict[str, Callable[[], None]]:
+        """The same moves by others on rows, their indices already computed."""
         rows = [memory if self.layout == "HND" else memory.transpose(2, 3) for memory in self.pools]
         flat = [memory.reshape(-1, self.head_dim) for memory in rows]
         sources, _ = self.pack()()
@@ -117,11 +118,27 @@ class Case:
         from_rows, to_rows = row_numbers(sources), row_numbers(targets)
         as_bytes = [f.view(torch.uint8) if self.dtype == E4M3 else f for f in flat]
 
-        def run() -> None:
-            for pool in as_bytes:
-                pool.index_copy_(0, to_rows, pool.index_select(0, from_rows))
+        def move(pool: Tensor) -> None:
+            pool.index_copy_(0, to_rows, pool.index_select(0, from_rows))
 
-        return run
+        def each(run: Callable[[Any], None], pools: Sequence[Any]) -> Callable[[], None]:
+            def call() -> None:
+                for pool in pools:
+                    run(pool)
+
+            return call
+
+        ways = {"index_select, index_copy_": each(move, as_bytes)}
+        ways["index_select, index_copy_, torch.compile"] = each(torch.compile(move, dynamic=False), as_bytes)
+        if cupy := optional("cupy"):
+            arrays = [cupy.from_dlpack(pool.view(torch.int16)) for pool in as_bytes]
+            to, source = cupy.from_dlpack(to_rows), cupy.from_dlpack(from_rows)
+
+            def move_array(array: Any) -> None:
+                array[to] = array[source]
+
+            ways["CuPy"] = on_this_stream(cupy, each(move_array, arrays))
+        return ways
 
 
 def repeats(requests: int) -> int:
@@ -192,30 +209,30 @@ def idle_rows(copy: float) -> list[Row]:
     return rows
 
 
+def peak(run: Callable[[], None]) -> int:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def baseline_rows(copy: float) -> list[Row]:
     rows = []
     for requests in (1, 32):
         case = Case(requests)
         run, moved = case.ordered()
-
-        def peak(f: Callable[[], None]) -> int:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            f()
-            torch.cuda.synchronize()
-            return torch.cuda.max_memory_allocated() - before
-
-        gather = case.gather_and_copy_back()
+        name = f"side by side, {requests} requests"
         ours = common.rate(moved, common.gpu_times(run, repeats=repeats(requests)))
-        times = common.gpu_times(gather, repeats=repeats(requests))
-        theirs = common.rate(moved, times)
-        faster = theirs["us"] / ours["us"]
-        rows.append(
-            row(f"side by side, {requests} requests: kvc", ours, copy, peak_bytes=peak(run), speedup=faster)
-        )
-        name = f"side by side, {requests} requests: index_select, index_copy_"
-        rows.append(row(name, theirs, copy, peak_bytes=peak(gather)))
+        rows.append(row(f"{name}: kvc", ours, copy, peak_bytes=peak(run)))
+        for way, gather in case.gather_and_copy_back().items():
+            cupy = way == "CuPy"  # its allocator is its own: no graph, no peak
+            theirs = common.rate(moved, common.gpu_times(gather, repeats=repeats(requests), graph=not cupy))
+            extra = {} if cupy else {"peak_bytes": peak(gather)}
+            rows.append(row(f"{name}: {way}", theirs, copy, of_kvc=theirs["us"] / ours["us"], **extra))
+        if not optional("cupy"):
+            rows.append({"case": f"{name}: CuPy", "refuses": "not installed"})
         del case, run, gather
         torch.cuda.empty_cache()
     return rows
@@ -283,7 +300,7 @@ def cpu_rows() -> list[Row]:
 def notes_of(r: Row) -> list[str]:
     notes = [f"{r['of_ordered_time']:.3f} of ordered"] if "of_ordered_time" in r else []
     notes += [f"peak +{r['peak_bytes'] / 2**20:.0f} MiB"] if "peak_bytes" in r else []
-    notes += [f"{r['speedup']:.1f}x"] if "speedup" in r else []
+    notes += [f"{r['of_kvc']:.1f} times kvc's time"] if "of_kvc" in r else []
     return notes
 
 

@@ -6,8 +6,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from importlib import import_module
+from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,8 +24,10 @@ from rich.table import Table
 
 from bench import common
 from bench.common import Row, row
+from bench.peers import Peers, reason
 
 BF16, F16, F32, E4M3 = torch.bfloat16, torch.float16, torch.float32, torch.float8_e4m3fn
+TORCHAO = "torchao.prototype.mx_formats.nvfp4_tensor"
 LAYERS, HEADS, HEAD_DIM, TOKENS = 36, 8, 128, 32  # Qwen3-8B, pages of 32 tokens
 
 
@@ -321,38 +325,114 @@ def beside_rows(size: int = 8192, products: int = 30) -> list[Row]:
     return rows
 
 
-def peer_rows(nbytes: int = common.GIB // 4, device: str = "cuda") -> list[Row]:
-    """Rows of 128 BF16 elements to NVFP4 and back, beside the same bytes by PyTorch, eager and compiled. Plain
-    calls: the PyTorch code makes a tensor of a number, which a graph cannot hold."""
+Read = Callable[[Any], Sequence[torch.Tensor]]  # what a way has returned, laid out as kvc does
+Way = tuple[Callable[[], Any], Read]
+
+
+def quantizers(x: torch.Tensor, found: Peers | None) -> dict[str, Callable[[], Way]]:
+    """Ways to quantize rows of 128 BF16 elements; those of packages that are not installed raise ImportError."""
+    compiled = torch.compile(reference.nvfp4_quantize)
+    first_two: Read = itemgetter(slice(2))
+
+    def torchao(wrap: Callable[..., Any]) -> Way:
+        run = wrap(import_module(TORCHAO).nvfp4_quantize)
+        return partial(run, x), lambda result: (result[1], result[0].flatten(1))
+
+    def torchao_triton() -> Way:
+        options = {"is_swizzled_scales": True, "use_triton_kernel": True}
+        run = partial(import_module(TORCHAO).NVFP4Tensor.to_nvfp4, x, **options)
+        return run, lambda result: (result.qdata, result.get_hp_scales().to(E4M3))
+
+    ways: dict[str, Callable[[], Way]] = {
+        "kvc": lambda: (partial(kvc.nvfp4_quantize, x), first_two),
+        "PyTorch": lambda: (partial(reference.nvfp4_quantize, x), first_two),
+        "PyTorch, torch.compile": lambda: (partial(compiled, x), first_two),
+        "torchao": lambda: torchao(lambda run: run),
+        "torchao, torch.compile": lambda: torchao(torch.compile),
+        "torchao, its Triton kernel": torchao_triton,
+    }
+    if found is None:
+        ways["FlashInfer, append to pages"] = not_built
+    else:
+        order = torch.randperm(len(x) // (2 * HEADS * TOKENS), device=x.device)
+        append = partial(found.append, x, order, HEADS, TOKENS)
+        ways["FlashInfer, append to pages"] = lambda: (
+            append(),
+            lambda result: [part[:, order].transpose(2, 3).reshape(len(x), -1) for part in result],
+        )
+    return ways
+
+
+def dequantizers(
+    data: torch.Tensor, scales: torch.Tensor, lossless: torch.Tensor, found: Peers | None
+) -> dict[str, Callable[[], Way]]:
+    one: Read = lambda result: (result,)  # noqa: E731
+    arguments = (data, scales, lossless, BF16)
+
+    def torchao(wrap: Callable[..., Any]) -> Way:
+        tensor = import_module(TORCHAO).NVFP4Tensor(data, scales.view(E4M3), 16, BF16)
+        return partial(wrap(lambda quantized: quantized.dequantize(BF16)), tensor), one
+
+    ways: dict[str, Callable[[], Way]] = {
+        "kvc": lambda: (partial(kvc.nvfp4_dequantize, *arguments), one),
+        "PyTorch": lambda: (partial(reference.nvfp4_dequantize, *arguments), one),
+        "PyTorch, torch.compile": lambda: (
+            partial(torch.compile(reference.nvfp4_dequantize), *arguments),
+            one,
+        ),
+        "torchao": lambda: torchao(lambda run: run),
+        "torchao, torch.compile": lambda: torchao(torch.compile),
+    }
+    ways["FlashInfer"] = lambda: (found.dequantize(data, scales), one) if found else not_built()
+    return ways
+
+
+def not_built() -> Way:
+    raise RuntimeError("not built; bench/peers.py builds it")
+
+
+def peer_rows(found: Peers | None = None, nbytes: int = common.GIB // 4, device: str = "cuda") -> list[Row]:
+    """Rows of 128 BF16 elements to NVFP4 and back, beside the same bytes by others. Plain calls: the PyTorch code
+    makes a tensor of a number, which a graph cannot hold."""
     x = torch.randn(nbytes // 256, 128, device=device).bfloat16()
     data, scales, lossless = kvc.nvfp4_quantize(x)
     restored = kvc.nvfp4_dequantize(data, scales, lossless, BF16)
-
-    def round_trip(x: torch.Tensor) -> torch.Tensor:
-        return reference.nvfp4_dequantize(*reference.nvfp4_quantize(x), BF16)
-
-    def ours(x: torch.Tensor) -> torch.Tensor:
-        return kvc.nvfp4_dequantize(*kvc.nvfp4_quantize(x), BF16)
-
-    moved = 2 * (nbytes + data.numel() + scales.numel())
-    ways = {"kvc": ours, "PyTorch": round_trip, "PyTorch, torch.compile": torch.compile(round_trip)}
+    moved = nbytes + data.numel() + scales.numel()
     rows: list[Row] = []
-    for way, run in ways.items():
-        fields = {"case": f"quantize and dequantize rows: {way}"}
-        try:
-            exact = torch.equal(run(x), restored)
-            call = partial(run, x)
+    for op, ways, expected in (
+        ("quantize", quantizers(x, found), (data, scales)),
+        ("dequantize", dequantizers(data, scales, lossless, found), (restored,)),
+    ):
+        for way, prepare in ways.items():
+            fields: Row = {"case": f"{op} rows: {way}", "op": op, "way": way}
+            try:
+                run, read = prepare()
+                equal = share_of_equal_bytes(read(run()), expected)
+            except Exception as error:  # a peer may refuse in any way
+                rows.append({**fields, "refuses": reason(error)})
+                continue
+            if way in ("kvc", "PyTorch") and equal != 1:
+                raise SystemExit(f"{fields['case']}: other bytes")
             times = (
-                common.gpu_times(call, repeats=10, graph=False)
-                if x.is_cuda
-                else common.host_times(call, 3, 1)
+                common.gpu_times(run, repeats=10, graph=False) if x.is_cuda else common.host_times(run, 3, 1)
             )
-        except RuntimeError as error:
-            rows.append({**fields, "refuses": str(error).split("\n", 1)[0]})
-            continue
-        extra = {"exact": exact}
-        rows.append({**fields, **common.rate(moved, times), **extra})
+            rows.append({**fields, **common.rate(moved, times), "equal_bytes": equal})
+            if x.is_cuda:
+                rows[-1]["share"] = rows[-1]["gb_per_s"] / common.copy_rate()
+            common.free()
+    if x.is_cuda and torch.cuda.get_device_capability() < (10, 0):
+        why = "for sm_100 and newer; elsewhere its conversion to E2M1 is a trap (csrc/fp4_kv_quantization.cu)"
+        way = "FlashInfer, nvfp4_kv_quantize"
+        rows.append({"case": f"quantize rows: {way}", "op": "quantize", "way": way, "refuses": why})
     return rows
+
+
+def share_of_equal_bytes(found: Sequence[torch.Tensor], expected: Sequence[torch.Tensor]) -> float:
+    equal = total = 0
+    for one, other in zip(found, expected, strict=True):
+        one, other = (t.contiguous().view(torch.uint8).flatten() for t in (one, other))
+        equal, total = equal + int((one == other).sum()), total + other.numel()
+    return equal / total
 
 
 def host_rows() -> list[Row]:
@@ -393,10 +473,10 @@ def cpu_rows() -> list[Row]:
 
 
 def show(rows: list[Row]) -> None:
-    table = Table("case", "us", "GB/s", "share / ratio", "bar", "copy engine")
+    table = Table("case", "us", "GB/s", "share / ratio", "bar", "copy engine", "note")
     for r in rows:
         if "refuses" in r:
-            table.add_row(r["case"], r["refuses"])
+            table.add_row(r["case"], *[""] * 5, r["refuses"])
             continue
         share = r.get("share", r.get("ratio", r.get("slowdown")))
         table.add_row(
@@ -406,21 +486,22 @@ def show(rows: list[Row]) -> None:
             f"{share:.3f}" if share is not None else "",
             str(r["bar"]) if r.get("bar") else "",
             f"{r['share_of_copy_engine']:.3f}" if "share_of_copy_engine" in r else "",
+            f"{r['equal_bytes']:.2%} of kvc's bytes" if "equal_bytes" in r else "",
         )
-    Console(width=130).print(table)
+    Console(width=160).print(table)
 
 
 PARTS = "hbm,pinned,single,transfers,beside,peers,host,cpu"
 
 
-def all_parts(only: str = "") -> common.Parts:
+def all_parts(only: str = "", peers: Path | None = None) -> common.Parts:
     return {
         "hbm": lambda: hbm_rows(common.copy_rate(), only),
         "pinned": lambda: pinned_rows(common.plain(), only),
         "single": lambda: single_page_rows(common.plain()),
         "transfers": transfer_rows,
         "beside": beside_rows,
-        "peers": peer_rows,
+        "peers": lambda: peer_rows(Peers(peers) if peers else None),
         "host": host_rows,
         "cpu": cpu_rows,
     }
@@ -432,9 +513,10 @@ def main(
         str, typer.Option(help="Run only the HBM and pinned cases whose name contains this.")
     ] = "",
     parts: Annotated[str, typer.Option(help="Comma-separated, of those of the default.")] = PARTS,
+    peers: Annotated[Path | None, typer.Option(help="A folder that bench/peers.py filled.")] = None,
 ) -> None:
     """Measure the cold-page codec on the GPU of this machine."""
-    rows = common.measure(all_parts(only), parts.split(","))
+    rows = common.measure(all_parts(only, peers), parts.split(","))
     show(rows)
     if json is not None:
         common.write(json, {"benchmark": "nvfp4", "rows": rows})

@@ -1,6 +1,6 @@
 """Top-k selection beside its peers and beside a pure read of the scores, in one run.
 
-``python bench/peers_topk.py FOLDER`` builds the peers, then ``python -m bench.bench_topk --peers FOLDER --json
+``python bench/peers.py FOLDER`` builds the peers, then ``python -m bench.bench_topk --peers FOLDER --json
 bench/results/topk.json`` on a GPU. Without --peers only PyTorch's own kernels stand beside. ``pytest
 bench/bench_topk.py`` guards the CPU ops.
 """
@@ -24,10 +24,18 @@ from torch import Tensor
 
 from bench import common
 from bench.common import Row
-from bench.peers_topk import Peers
+from bench.peers import Peers, on_this_stream, optional, reason
 
 Run = Callable[[], Tensor]
-CONTRACT = ("flashinfer deterministic", "cub + index sort", "stable sort")  # peers that return what kvc does
+# Peers that return what kvc does, and those that a graph cannot hold.
+CONTRACT = (
+    "flashinfer deterministic",
+    "cub + index sort",
+    "stable sort",
+    "stable sort, torch.compile",
+    "CuPy argsort",
+)
+NO_GRAPH = ("CuPy argsort",)
 
 
 @dataclass
@@ -53,6 +61,11 @@ class Case:
     @property
     def name(self) -> str:
         return f"{self.rows} x {self.n}, k {self.k}, {self.scores}, {self.lengths}"
+
+    @property
+    def shown(self) -> bool:
+        """Whether the case stands beside the slow peers too: those of the plot."""
+        return (self.rows, self.k, self.scores, self.lengths) == (256, 2048, "normal", "full")
 
     @property
     def nbytes(self) -> int:
@@ -82,6 +95,17 @@ class Case:
             "torch.topk": lambda: values.topk(self.k).indices,
             "stable sort": stable_sort,
         }
+        if self.shown:
+            compiled = torch.compile(stable_sort, dynamic=False)
+            found["stable sort, torch.compile"] = compiled
+            if cupy := optional("cupy"):
+                array = cupy.from_dlpack(values)
+
+                def argsort() -> Tensor:
+                    order = cupy.argsort(-array, axis=1, kind="stable")[:, : self.k]
+                    return torch.from_dlpack(cupy.sort(order, axis=1))
+
+                found["CuPy argsort"] = on_this_stream(cupy, argsort)
         if peers is not None:
             cub = peers.cub(self.values, self.limits, self.k)
             found["cub"] = cub
@@ -91,8 +115,8 @@ class Case:
         return found
 
 
-def times_of(run: Run) -> dict[str, float]:
-    return common.summary(common.gpu_times(run, repeats=20, warm_s=0.01))
+def times_of(run: Run, graph: bool = True) -> dict[str, float]:
+    return common.summary(common.gpu_times(run, repeats=20, warm_s=0.01, graph=graph))
 
 
 def read_time(case: Case, plain: common.Plain) -> float:
@@ -118,9 +142,9 @@ def case_row(case: Case, peers: Peers | None, read_us: float, settle: bool) -> R
         try:
             result = run()
         except RuntimeError as error:
-            found[name] = {"refuses": str(error)}
+            found[name] = {"refuses": reason(error)}
             continue
-        found[name] = {**times_of(run), "exact": torch.equal(result.int(), expected)}
+        found[name] = {**times_of(run, name not in NO_GRAPH), "exact": torch.equal(result.int(), expected)}
     row["peers"] = found
     met = {n: p["us"] for n, p in found.items() if n in CONTRACT and "us" in p}
     if met:
@@ -237,7 +261,7 @@ def all_parts(
 
 def main(
     json: Annotated[Path | None, typer.Option(help="Where to write the results.")] = None,
-    peers: Annotated[Path | None, typer.Option(help="A folder that peers_topk.py filled.")] = None,
+    peers: Annotated[Path | None, typer.Option(help="A folder that peers.py filled.")] = None,
     rows: Annotated[str, typer.Option(help="Comma-separated, as the next ones.")] = ROWS,
     columns: Annotated[str, typer.Option()] = COLUMNS,
     ks: Annotated[str, typer.Option()] = KS,

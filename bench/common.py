@@ -128,6 +128,9 @@ def show(rows: list[Row], notes: Callable[[Row], list[str]], width: int) -> None
     """Print time, rate and bar of each row, and what ``notes`` says of it."""
     table = Table("case", "us", "GB/s", "share", "bar", "note")
     for r in rows:
+        if "refuses" in r:
+            table.add_row(r["case"], "", "", "", "", r["refuses"])
+            continue
         bar = f"{r['bar_us']:.0f} us" if r.get("bar_us") else str(r["bar"]) if r.get("bar") else ""
         table.add_row(
             r["case"],

@@ -62,14 +62,14 @@ def rate(gb_per_s: float) -> str:
 
 
 def of_ceiling(row: Row | None) -> str:
-    return f"{rate(row['gb_per_s'])}, {row['share']:.1%}" if row else "-"
+    return f"{rate(row['gb_per_s'])}, {row['share']:.1%}" if row and "share" in row else "-"
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
     """A table; columns that are all numbers stand to the right."""
 
     def numeric(column: int) -> bool:
-        return all(re.fullmatch(r"[\d,.]+x?|-", row[column]) for row in rows)
+        return all(re.fullmatch(r"[\d,.]+[x%]?|-", row[column]) for row in rows)
 
     rule = ["---:" if numeric(i) else "---" for i in range(len(head))]
     return ["| " + " | ".join(cells) + " |" for cells in (head, rule, *rows)] if rows else []
@@ -129,31 +129,55 @@ def time_of(row: Row) -> str:
     return f"{row['us_page']:.2f}" if "us_page" in row else str(row.get("refuses", "-"))
 
 
+def us_of(row: Row | None) -> str:
+    """Microseconds, or why there are none."""
+    return f"{row['us']:,.1f}" if row and "us" in row else str((row or {}).get("refuses", "-"))
+
+
+def peers(run: Run) -> Lines:
+    found = {(row["op"], row["way"]): row for row in run.rows if "way" in row and "op" in row}
+    rows = []
+    for way in dict.fromkeys(way for _, way in found):
+        cells = []
+        for op in ("quantize", "dequantize"):
+            row = found.get((op, way))
+            ours = found.get((op, "kvc"), {}).get("us")
+            times = f"{row['us'] / ours:.1f}x" if row and ours and "us" in row else "-"
+            cells += [us_of(row), times, f"{row['equal_bytes']:.2%}" if row and "us" in row else "-"]
+        rows.append([way, *cells])
+    head = ("by", "quantize, us", "of kvc's", "equal bytes", "dequantize, us", "of kvc's", "equal bytes")
+    return markdown(head, rows)
+
+
 def compaction(run: Run) -> Lines:
     kinds = ("ordered: ", "fill: ", "side by side, 32")
     details = ("pages of", "head size", "MLA", "idle")  # in the JSON
     rows = [
-        [row["case"], f"{row['us']:,.1f}", of_ceiling(row)]
+        [row["case"], us_of(row), of_ceiling(row)]
         for row in run.rows
         if row["case"].startswith(kinds)
-        and "share" in row
+        and row.keys() & {"share", "refuses"}
         and not any(word in row["case"] for word in details)
     ]
     return markdown(("case", "us", "share of a copy"), rows)
 
 
 def topk(run: Run) -> Lines:
-    rows = []
+    rows: list[list[str]] = []
+    refused: dict[str, set[str]] = {}
     for row in run.rows:
         found = re.fullmatch(r"256 x (\d+), k (\d+), normal, full", row["case"])
         if found:
             best = row.get("best_peer")
             other = f"{best}, {row['peers'][best]['us']:.1f} us, {row['speedup']:.1f}x" if best else "-"
+            for name, peer in row["peers"].items():
+                if "refuses" in peer:
+                    refused.setdefault(f"{name}: {peer['refuses']}", set()).add(f"{int(found[2]):,}")
             plain = row["peers"]["torch.topk"].get("us")
             cells = [f"{int(found[1]):,}", f"{int(found[2]):,}", f"{row['us']:.1f}", f"{row['read_us']:.1f}"]
             cells += [f"{row['settle_us']:.1f}" if "settle_us" in row else "-"]
             rows.append([*cells, other, f"{plain:.1f}" if plain else "-"])
-    return markdown(
+    table = markdown(
         (
             "scores",
             "k",
@@ -165,6 +189,8 @@ def topk(run: Run) -> Lines:
         ),
         rows,
     )
+    notes = [f"Not measured with k {', '.join(sorted(ks))}: {why}." for why, ks in refused.items()]
+    return [*table, *(line for note in notes for line in ("", note))]
 
 
 def triattention(run: Run) -> Lines:
@@ -191,6 +217,7 @@ TABLES: dict[str, tuple[str, Callable[[Run], Lines]]] = {
     "hbm": ("nvfp4", hbm),
     "beside": ("nvfp4", beside),
     "transfers": ("nvfp4", transfers),
+    "peers": ("nvfp4", peers),
     "compaction": ("compaction", compaction),
     "topk": ("topk", topk),
     "triattention": ("triattention", triattention),
@@ -206,6 +233,8 @@ CAPTIONS = {
     "beside": "What a transfer to or from pinned memory costs matrix products that run beside it.",
     "transfers": "Pages of one size to pinned memory, launches included."
     "\n\n![time against the size of a page](docs/bench_transfers.svg)",
+    "peers": "256 MiB of BF16 rows of 128 to NVFP4 and back in the GPU's memory, plain calls; bytes of the result that"
+    " equal\nkvc's.",
     "compaction": "Compaction in BF16, budget 2,048, 128 of 2,176 tokens evicted at random; bytes read and written"
     " against\na copy, {copy}.",
     "topk": "Top-k of 256 rows of fp32 scores, normal, cold L2."

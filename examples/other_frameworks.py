@@ -1,7 +1,7 @@
 """The ops from NumPy, CuPy and JAX: arrays become tensors and back through DLPack, without copies.
 
 ``python examples/other_frameworks.py`` evicts tokens from a cache that NumPy owns, and selects from scores that JAX
-owns where JAX is installed. CuPy's arrays work as NumPy's do, on the GPU.
+and, on a GPU, CuPy own where they are installed.
 """
 
 from __future__ import annotations
@@ -52,9 +52,23 @@ def select_from_jax() -> None:
     print(f"JAX: selected {back.shape[1]} of {scores.shape[1]} scores, the same as jax.lax.top_k")
 
 
+def select_from_cupy() -> None:
+    import cupy
+
+    scores = cupy.asarray(np.random.default_rng(0).standard_normal((8, 1000), dtype=np.float32))
+    lengths = cupy.full(8, 1000, dtype=cupy.int32)
+    kept = cupy.from_dlpack(kvc.radix_topk(torch.from_dlpack(scores), torch.from_dlpack(lengths), 10))
+    assert (cupy.sort(cupy.argsort(-scores, axis=1)[:, :10], axis=1) == kept).all()
+    print(f"CuPy: selected {kept.shape[1]} of {scores.shape[1]} scores, the same as cupy.argsort")
+
+
 if __name__ == "__main__":
     evict_from_numpy()
-    if importlib.util.find_spec("jax") is not None:
-        select_from_jax()
-    else:
-        print("JAX: not installed")
+    for name, module, select, here in (
+        ("JAX", "jax", select_from_jax, True),
+        ("CuPy", "cupy", select_from_cupy, torch.cuda.is_available()),
+    ):
+        if here and importlib.util.find_spec(module) is not None:
+            select()
+        else:
+            print(f"{name}: not installed" if here else f"{name}: no GPU")

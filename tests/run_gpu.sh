@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything a machine with a GPU can show about the installed kvc, in one go: tests, compute-sanitizer, benchmarks.
 # Usage: tests/run_gpu.sh RESULTS_FOLDER [step ...]   (steps: tests sanitizer bench; all by default)
-# KVC_PEERS names a folder that bench/peers_topk.py filled: the top-k benchmark then measures those kernels too.
+# KVC_PEERS names a folder that bench/peers.py filled: the top-k benchmark then measures those kernels too.
 set -u
 results=$(mkdir -p "$1" && cd "$1" && pwd)
 shift

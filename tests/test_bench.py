@@ -44,7 +44,7 @@ def result(us: float, gb_per_s: float, **fields: Any) -> dict[str, Any]:
 
 def run_file(path: Path, encode_us: float) -> Path:
     topk = {"case": "256 x 4096, k 2048, normal, full", "us": 20.0, "read_us": 1.0, "settle_us": 9.5}
-    topk |= {"peers": {"torch.topk": {"us": 50.0}, "cub": {"refuses": "k"}}}
+    topk |= {"peers": {"torch.topk": {"us": 50.0}, "cub": {"refuses": "k is too large"}}}
     families = {
         "nvfp4": [
             result(2000, 4000, case="ceiling: device copy, read + write"),
@@ -52,6 +52,9 @@ def run_file(path: Path, encode_us: float) -> Path:
             result(450, 3800, case="HBM decode: BF16 whole"),
             {"case": "a", "way": "kvc", "page_bytes": 4096, "us_page": 0.5},
             {"case": "b", "way": "batch", "page_bytes": 4096, "refuses": "error 801"},
+            result(100, 3000, case="c", op="quantize", way="kvc", equal_bytes=1.0),
+            result(250, 1200, case="d", op="quantize", way="other", equal_bytes=0.99),
+            {"case": "e", "op": "dequantize", "way": "other", "refuses": "not installed"},
         ],
         "topk": [topk],
     }
@@ -62,14 +65,18 @@ def run_file(path: Path, encode_us: float) -> Path:
 def test_report(tmp_path: Path) -> None:
     page, run = tmp_path / "page.md", run_file(tmp_path / "run.json", 500)
     page.write_text(
-        "before\n<!-- bench:hbm -->\nold\n<!-- /bench -->\n<!-- bench:topk --><!-- /bench -->\n"
+        "before\n<!-- bench:peers --><!-- /bench -->\n<!-- bench:hbm -->\nold\n<!-- /bench -->\n"
+        "<!-- bench:topk --><!-- /bench -->\n"
         "<!-- bench:transfers --><!-- /bench -->\n<!-- bench:rounds -->kept<!-- /bench -->\nafter\n"
     )
     printed = bench("report", run, "--readme", page, "--plots", tmp_path / "plots")
     text = page.read_text()
     assert "| BF16 whole | 3.50 TB/s, 87.5% | 3.80 TB/s, 95.0% |" in text
     assert "| 4,096 | 2,048 | 20.0 | 1.0 | 9.5 | - | 50.0 |" in text
+    assert "\nNot measured with k 2,048: cub: k is too large.\n" in text
     assert "| 4 KiB | 0.50 | error 801 |" in text
+    assert "| kvc | 100.0 | 1.0x | 100.00% | - | - | - |" in text
+    assert "| other | 250.0 | 2.5x | 99.00% | not installed | - | - |" in text
     assert "GPU, driver 1.2, torch 2.11.0, CUDA 13.0, kvc abc, 2030-01-02." in text
     assert "\nold\n" not in text
     assert text.startswith("before\n")
