@@ -60,6 +60,12 @@ def run(
     results: dict[str, list[common.Row]] = {}
     failed: dict[str, str] = {}
     seconds: dict[str, float] = {}
+
+    def save() -> None:
+        """At first, to learn whether it works; then after each part, as a run cut short has measured something too."""
+        common.write(json, {"benchmark": "all", "families": results, "failed": failed, "seconds": seconds})
+
+    save()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=screen) as progress:
         task = progress.add_task("", total=len(plan))
@@ -82,8 +88,11 @@ def run(
                 if family in FAMILIES:
                     FAMILIES[family].show(found)
             seconds[f"{family}: {name}"] = round(perf_counter() - begin, 1)
+            # After each part, as a run that is cut short has measured something too.
+            common.write(
+                json, {"benchmark": "all", "families": results, "failed": failed, "seconds": seconds}
+            )
             progress.advance(task)
-    common.write(json, {"benchmark": "all", "families": results, "failed": failed, "seconds": seconds})
     screen.print(f"wrote {json}")
     if failed:
         raise typer.Exit(1)

@@ -228,7 +228,7 @@ def baseline_rows(copy: float) -> list[Row]:
         rows.append(row(f"{name}: kvc", ours, copy, peak_bytes=peak(run)))
         for way, gather in case.gather_and_copy_back().items():
             cupy = way == "CuPy"  # its allocator is its own: no graph, no peak
-            theirs = common.rate(moved, common.gpu_times(gather, repeats=repeats(requests), graph=not cupy))
+            theirs = common.rate(moved, common.gpu_times(gather, repeats=7, graph=not cupy))
             extra = {} if cupy else {"peak_bytes": peak(gather)}
             rows.append(row(f"{name}: {way}", theirs, copy, of_kvc=theirs["us"] / ours["us"], **extra))
         if not optional("cupy"):

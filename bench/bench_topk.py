@@ -163,7 +163,7 @@ def case_row(case: Case, peers: Peers | None, read_us: float, settle: bool) -> R
 
 
 def gpu_rows(cases: Iterable[Case], peers: Peers | None, settle: bool) -> list[Row]:
-    plain, reads, rows = common.Plain(), dict[tuple[int, int], float](), list[Row]()
+    plain, reads, rows = common.plain(), dict[tuple[int, int], float](), list[Row]()
     for case in cases:
         size = case.rows, case.n
         if size not in reads:
