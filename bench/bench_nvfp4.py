@@ -352,11 +352,11 @@ def quantizers(x: torch.Tensor, found: Peers | None) -> dict[str, Callable[[], W
         "torchao, its Triton kernel": torchao_triton,
     }
     if found is None:
-        ways["FlashInfer, append to pages"] = not_built
+        ways["FlashInfer"] = not_built
     else:
         order = torch.randperm(len(x) // (2 * HEADS * TOKENS), device=x.device)
         append = partial(found.append, x, order, HEADS, TOKENS)
-        ways["FlashInfer, append to pages"] = lambda: (
+        ways["FlashInfer"] = lambda: (
             append(),
             lambda result: [part[:, order].transpose(2, 3).reshape(len(x), -1) for part in result],
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -62,7 +62,7 @@ def rate(gb_per_s: float) -> str:
 
 
 def of_ceiling(row: Row | None) -> str:
-    return f"{rate(row['gb_per_s'])}, {row['share']:.1%}" if row and "share" in row else "-"
+    return f"{rate(row['gb_per_s'])}, {row['share']:.1%}" if row else "-"
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
@@ -130,36 +130,44 @@ def time_of(row: Row) -> str:
 
 
 def us_of(row: Row | None) -> str:
-    """Microseconds, or why there are none."""
-    return f"{row['us']:,.1f}" if row and "us" in row else str((row or {}).get("refuses", "-"))
+    return f"{row['us']:,.1f}" if row and "us" in row else "-"
+
+
+def notes(lines: Iterable[str]) -> Lines:
+    """Paragraphs below a table."""
+    return [part for line in lines for part in ("", line)]
+
+
+def refusals(rows: Iterable[Row]) -> Lines:
+    """Why rows have no time."""
+    return notes(f"No time of {row['case']}: {row['refuses']}." for row in rows if "refuses" in row)
 
 
 def peers(run: Run) -> Lines:
     found = {(row["op"], row["way"]): row for row in run.rows if "way" in row and "op" in row}
     rows = []
-    for way in dict.fromkeys(way for _, way in found):
+    for way in dict.fromkeys(way for (_, way), row in found.items() if "us" in row):
         cells = []
         for op in ("quantize", "dequantize"):
-            row = found.get((op, way))
-            ours = found.get((op, "kvc"), {}).get("us")
-            times = f"{row['us'] / ours:.1f}x" if row and ours and "us" in row else "-"
-            cells += [us_of(row), times, f"{row['equal_bytes']:.2%}" if row and "us" in row else "-"]
+            row, ours = found.get((op, way), {}), found.get((op, "kvc"), {})
+            both = "us" in row and "us" in ours
+            cells += [us_of(row), f"{row['us'] / ours['us']:.1f}x" if both else "-"]
+            cells += [f"{row['equal_bytes']:.2%}" if "us" in row else "-"]
         rows.append([way, *cells])
     head = ("by", "quantize, us", "of kvc's", "equal bytes", "dequantize, us", "of kvc's", "equal bytes")
-    return markdown(head, rows)
+    return markdown(head, rows) + refusals(found.values())
 
 
 def compaction(run: Run) -> Lines:
     kinds = ("ordered: ", "fill: ", "side by side, 32")
     details = ("pages of", "head size", "MLA", "idle")  # in the JSON
-    rows = [
-        [row["case"], us_of(row), of_ceiling(row)]
+    found = [
+        row
         for row in run.rows
-        if row["case"].startswith(kinds)
-        and row.keys() & {"share", "refuses"}
-        and not any(word in row["case"] for word in details)
+        if row["case"].startswith(kinds) and not any(word in row["case"] for word in details)
     ]
-    return markdown(("case", "us", "share of a copy"), rows)
+    rows = [[row["case"], us_of(row), of_ceiling(row)] for row in found if "share" in row]
+    return markdown(("case", "us", "share of a copy"), rows) + refusals(found)
 
 
 def topk(run: Run) -> Lines:
@@ -176,7 +184,7 @@ def topk(run: Run) -> Lines:
             plain = row["peers"]["torch.topk"].get("us")
             cells = [f"{int(found[1]):,}", f"{int(found[2]):,}", f"{row['us']:.1f}", f"{row['read_us']:.1f}"]
             cells += [f"{row['settle_us']:.1f}" if "settle_us" in row else "-"]
-            rows.append([*cells, other, f"{plain:.1f}" if plain else "-"])
+            rows.append([*cells, other, f"{plain:,.1f}" if plain else "-"])
     table = markdown(
         (
             "scores",
@@ -189,8 +197,7 @@ def topk(run: Run) -> Lines:
         ),
         rows,
     )
-    notes = [f"Not measured with k {', '.join(sorted(ks))}: {why}." for why, ks in refused.items()]
-    return [*table, *(line for note in notes for line in ("", note))]
+    return table + notes(f"No time of k {', '.join(sorted(ks))}: {why}." for why, ks in refused.items())
 
 
 def triattention(run: Run) -> Lines:
@@ -233,8 +240,8 @@ CAPTIONS = {
     "beside": "What a transfer to or from pinned memory costs matrix products that run beside it.",
     "transfers": "Pages of one size to pinned memory, launches included."
     "\n\n![time against the size of a page](docs/bench_transfers.svg)",
-    "peers": "256 MiB of BF16 rows of 128 to NVFP4 and back in the GPU's memory, plain calls; bytes of the result that"
-    " equal\nkvc's.",
+    "peers": "256 MiB of BF16 rows of 128 to NVFP4 and back in the GPU's memory, plain calls. FlashInfer quantizes as"
+    " it appends to\nthe pages of a cache.",
     "compaction": "Compaction in BF16, budget 2,048, 128 of 2,176 tokens evicted at random; bytes read and written"
     " against\na copy, {copy}.",
     "topk": "Top-k of 256 rows of fp32 scores, normal, cold L2."

@@ -54,7 +54,12 @@ def run_file(path: Path, encode_us: float) -> Path:
             {"case": "b", "way": "batch", "page_bytes": 4096, "refuses": "error 801"},
             result(100, 3000, case="c", op="quantize", way="kvc", equal_bytes=1.0),
             result(250, 1200, case="d", op="quantize", way="other", equal_bytes=0.99),
-            {"case": "e", "op": "dequantize", "way": "other", "refuses": "not installed"},
+            {
+                "case": "dequantize rows: other",
+                "op": "dequantize",
+                "way": "other",
+                "refuses": "not installed",
+            },
         ],
         "topk": [topk],
     }
@@ -73,10 +78,11 @@ def test_report(tmp_path: Path) -> None:
     text = page.read_text()
     assert "| BF16 whole | 3.50 TB/s, 87.5% | 3.80 TB/s, 95.0% |" in text
     assert "| 4,096 | 2,048 | 20.0 | 1.0 | 9.5 | - | 50.0 |" in text
-    assert "\nNot measured with k 2,048: cub: k is too large.\n" in text
+    assert "\nNo time of k 2,048: cub: k is too large.\n" in text
     assert "| 4 KiB | 0.50 | error 801 |" in text
     assert "| kvc | 100.0 | 1.0x | 100.00% | - | - | - |" in text
-    assert "| other | 250.0 | 2.5x | 99.00% | not installed | - | - |" in text
+    assert "| other | 250.0 | 2.5x | 99.00% | - | - | - |" in text
+    assert "\nNo time of dequantize rows: other: not installed.\n" in text
     assert "GPU, driver 1.2, torch 2.11.0, CUDA 13.0, kvc abc, 2030-01-02." in text
     assert "\nold\n" not in text
     assert text.startswith("before\n")
