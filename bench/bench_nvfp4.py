@@ -7,8 +7,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from functools import partial
 from importlib import import_module
+from io import StringIO
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
@@ -407,7 +409,9 @@ def peer_rows(found: Peers | None = None, nbytes: int = common.GIB // 4, device:
             fields: Row = {"case": f"{op} rows: {way}", "op": op, "way": way}
             try:
                 run, read = prepare()
-                equal = share_of_equal_bytes(read(run()), expected)
+                with redirect_stdout(StringIO()):  # Triton prints every line of what it cannot compile
+                    result = run()
+                equal = share_of_equal_bytes(read(result), expected)
             except Exception as error:  # a peer may refuse in any way
                 rows.append({**fields, "refuses": reason(error)})
                 continue
@@ -419,6 +423,7 @@ def peer_rows(found: Peers | None = None, nbytes: int = common.GIB // 4, device:
             rows.append({**fields, **common.rate(moved, times), "equal_bytes": equal})
             if x.is_cuda:
                 rows[-1]["share"] = rows[-1]["gb_per_s"] / common.copy_rate()
+            del run, result
             common.free()
     if x.is_cuda and torch.cuda.get_device_capability() < (10, 0):
         why = "for sm_100 and newer; elsewhere its conversion to E2M1 is a trap (csrc/fp4_kv_quantization.cu)"

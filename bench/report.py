@@ -292,11 +292,11 @@ def draw(folder: Path, runs: Runs) -> list[Path]:
     }
     written = []
     for name, plot in plots.items():
-        figure = Figure(figsize=(7.5, 4.5), layout="constrained")
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
         axes = figure.add_subplot(xscale="log", yscale="log")
         if place := plot(axes, runs):
             axes.grid(which="major", color="0.85")
-            axes.legend(frameon=False, fontsize=8)
+            axes.legend(frameon=False, fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
             axes.set_title(place, fontsize=8, color="0.3")
             figure.savefig(folder / name, metadata={"Date": None})
             text = (folder / name).read_text()  # matplotlib ends lines in spaces
