@@ -1,5 +1,6 @@
 // CUDA side of the packing ops: launches the Triton kernels of pack.py.
 
+#include "common/boxing.h"
 #include "common/launch_compiled.h"
 #include "compaction/arguments.h"
 
@@ -130,8 +131,8 @@ void pack_fill_moves_out(Tensor kept, Tensor valid_lengths, Tensor bases, Tensor
 }  // namespace kvc::compaction
 
 STABLE_TORCH_LIBRARY_IMPL(KVC_NAMESPACE, CUDA, m) {
-  m.impl("pack_move_sources", TORCH_BOX(&kvc::compaction::pack_move_sources));
-  m.impl("pack_move_sources.out", TORCH_BOX(&kvc::compaction::pack_move_sources_out));
-  m.impl("pack_fill_moves", TORCH_BOX(&kvc::compaction::pack_fill_moves));
-  m.impl("pack_fill_moves.out", TORCH_BOX(&kvc::compaction::pack_fill_moves_out));
+  m.impl("pack_move_sources", kvc::boxed<&kvc::compaction::pack_move_sources>);
+  m.impl("pack_move_sources.out", kvc::boxed<&kvc::compaction::pack_move_sources_out>);
+  m.impl("pack_fill_moves", kvc::boxed<&kvc::compaction::pack_fill_moves>);
+  m.impl("pack_fill_moves.out", kvc::boxed<&kvc::compaction::pack_fill_moves_out>);
 }

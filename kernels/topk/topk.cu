@@ -1,5 +1,6 @@
 // CUDA side of the top-k ops.
 
+#include "common/boxing.h"
 #include "topk/kernels.h"
 
 namespace kvc::topk {
@@ -49,8 +50,8 @@ void settle_ties_out(Tensor scores, Tensor lengths, Tensor provisional, std::opt
 }  // namespace kvc::topk
 
 STABLE_TORCH_LIBRARY_IMPL(KVC_NAMESPACE, CUDA, m) {
-  m.impl("radix_topk", TORCH_BOX(&kvc::topk::radix_topk));
-  m.impl("radix_topk.out", TORCH_BOX(&kvc::topk::radix_topk_out));
-  m.impl("settle_ties", TORCH_BOX(&kvc::topk::settle_ties));
-  m.impl("settle_ties.out", TORCH_BOX(&kvc::topk::settle_ties_out));
+  m.impl("radix_topk", kvc::boxed<&kvc::topk::radix_topk>);
+  m.impl("radix_topk.out", kvc::boxed<&kvc::topk::radix_topk_out>);
+  m.impl("settle_ties", kvc::boxed<&kvc::topk::settle_ties>);
+  m.impl("settle_ties.out", kvc::boxed<&kvc::topk::settle_ties_out>);
 }

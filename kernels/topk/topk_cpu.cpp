@@ -4,6 +4,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "common/boxing.h"
 #include "topk/arguments.h"
 #include "topk/key.h"
 
@@ -302,8 +303,8 @@ void settle_ties_out(Tensor scores, Tensor lengths, Tensor provisional, std::opt
 }  // namespace kvc::topk
 
 STABLE_TORCH_LIBRARY_IMPL(KVC_NAMESPACE, CPU, m) {
-  m.impl("radix_topk", TORCH_BOX(&kvc::topk::radix_topk));
-  m.impl("radix_topk.out", TORCH_BOX(&kvc::topk::radix_topk_out));
-  m.impl("settle_ties", TORCH_BOX(&kvc::topk::settle_ties));
-  m.impl("settle_ties.out", TORCH_BOX(&kvc::topk::settle_ties_out));
+  m.impl("radix_topk", kvc::boxed<&kvc::topk::radix_topk>);
+  m.impl("radix_topk.out", kvc::boxed<&kvc::topk::radix_topk_out>);
+  m.impl("settle_ties", kvc::boxed<&kvc::topk::settle_ties>);
+  m.impl("settle_ties.out", kvc::boxed<&kvc::topk::settle_ties_out>);
 }
