@@ -231,11 +231,11 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-PARTS = "gpu,host,cpu"
+PARTS = "gpu,ragged,host,cpu"
 ROWS, COLUMNS, KS = "32,256,512", "2304,4096,16384,65536,262144", "512,2048,8192"
 
 
-SCORES, LENGTHS = "normal,plateau", "full,ragged"
+SCORES, LENGTHS = "normal,plateau", "full"
 
 
 def grid(
@@ -254,6 +254,7 @@ def all_parts(
     found = Peers(peers) if peers else None
     return {
         "gpu": lambda: gpu_rows(grid() if cases is None else cases, found, settle),
+        "ragged": lambda: gpu_rows(grid(rows="256", lengths="ragged"), found, settle),
         "host": host_rows,
         "cpu": cpu_rows,
     }
@@ -268,7 +269,7 @@ def main(
     scores: Annotated[str, typer.Option(help="Of normal, plateau.")] = SCORES,
     lengths: Annotated[str, typer.Option(help="Of full, ragged.")] = LENGTHS,
     settle: Annotated[bool, typer.Option(help="Measure settle_ties too.")] = True,
-    parts: Annotated[str, typer.Option(help="Comma-separated: gpu, host, cpu.")] = PARTS,
+    parts: Annotated[str, typer.Option(help="Comma-separated: gpu, ragged, host, cpu.")] = PARTS,
 ) -> None:
     """Measure top-k selection on this machine."""
     cases = grid(rows, columns, ks, scores, lengths)

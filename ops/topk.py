@@ -82,7 +82,7 @@ def settle_ties(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Turn any top-k's answer into that of :func:`radix_topk`: a gather, then one read of the scores.
+    """Turn any top-k's answer into that of :func:`radix_topk` in one read of the scores, with few exceptions.
 
     Parameters
     ----------

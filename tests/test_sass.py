@@ -15,7 +15,13 @@ from kvc import collect_env
 LIBRARY = collect_env.library_file("_C_cuda")
 ARCHITECTURES = collect_env.built_architectures().split(", ") if LIBRARY else []
 # The .cu files with each family's kernels, of which every architecture must have an image.
-KERNELS = {"nvfp4": "launch", "compaction": "compaction", "topk": "select", "triattention": "triattention"}
+KERNELS = [
+    ("nvfp4", "launch"),
+    ("compaction", "compaction"),
+    ("topk", "select"),
+    ("topk", "settle"),
+    ("triattention", "triattention"),
+]
 CONVERSION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(F2FP\.\S*E2M1\S*)", re.MULTILINE)
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="kvc was built without CUDA")
@@ -49,7 +55,7 @@ def dump(cuobjdump: Path, *options: str) -> str:
 def test_every_family_has_an_image(cuobjdump: Path, architecture: str) -> None:
     name, _, ptx = architecture.partition("+")
     listed = dump(cuobjdump, "--list-ptx" if ptx else "--list-elf", "-arch", name)
-    for family, source in KERNELS.items():
+    for family, source in KERNELS:
         assert re.search(rf"\b{source}\b", listed), f"{family} has no {ptx or 'machine code'} of {name}"
 
 

@@ -199,6 +199,26 @@ class TestRows:
         for k in range(1, 73):
             check(device, scores, full(scores), k)
 
+    @pytest.mark.cuda
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    def test_many_long_rows(self, dtype: torch.dtype) -> None:
+        # More than a GPU has multiprocessors: a block of settle_ties then reads a row alone.
+        width = 17_001
+        scores = torch.stack([ROWS[name](width).roll(177 * i) for i in range(9) for name in ROWS]).to(dtype)
+        lengths = ints([max(width - i % 5 * 3999, 0) for i in range(len(scores))])
+        bases = torch.arange(len(scores), dtype=torch.int32)
+        for k in (7, 500, 5001):
+            check("cuda", scores, lengths, k, bases)
+
+    @pytest.mark.cuda
+    def test_one_tie_for_the_last_place(self) -> None:
+        # What a guess from a part of an answer misses.
+        width, k = 30_000, 8192
+        order = [torch.randperm(width, generator=torch.Generator().manual_seed(i)) for i in range(200)]
+        scores = torch.stack(order).float()
+        scores[scores == width - k - 1] = width - k  # the values of ranks k and k + 1
+        check("cuda", scores, full(scores), k)
+
     @pytest.mark.parametrize("width", [1_000_003, 1 << 20])
     def test_a_million_columns(self, device: torch.device, width: int) -> None:
         rows = torch.stack((normal(width), (normal(width, seed=1) - 1.28).relu()))

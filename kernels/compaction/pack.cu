@@ -12,7 +12,7 @@ namespace kvc::compaction {
 namespace {
 
 constexpr int64_t kBlock = 1024;     // columns a program of pack_move_sources fills at a time: BLOCK of pack.py
-constexpr int64_t kClearing = 16;    // most programs a row and block that clear columns of no request
+constexpr int64_t kClearing = 4;     // most programs a row and block that clear columns of no request
 constexpr int64_t kMaxRows = 65535;  // of a grid; programs walk over further ones
 
 int32_t int32(int64_t value) { return static_cast<int32_t>(value); }

@@ -58,7 +58,10 @@ def _clear(output, offsets, requests, total, part, parts, BLOCK: tl.constexpr):
         ordered = tl.minimum(ordered, tl.min((end >= begin).to(tl.int32)))
     begin = tl.load(offsets)
     end = tl.load(offsets + requests)
-    for first in range(part * BLOCK, total, parts * BLOCK):
+    start = tl.cast(0, tl.int64)
+    if (ordered == 1) & (begin <= 0):  # most often nothing is left to clear
+        start = tl.minimum(tl.maximum(end, 0), total).to(tl.int64)
+    for first in range(start + part * BLOCK, total, parts * BLOCK):
         column = first + tl.arange(0, BLOCK)
         if ordered == 1:  # noqa: SIM108  (a branch, not a select of both)
             free = (column < begin) | (column >= end)

@@ -6,7 +6,8 @@
 
 namespace kvc::topk {
 
-template <typename Score, int kThreads, int kGroups>
+// kDirect: see GroupMarks.
+template <typename Score, int kThreads, int kGroups, bool kDirect>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads) resident_select(const __grid_constant__ Problem p) {
   using Alone = Team<false>;
   constexpr int kBins = 4 * kThreads, kWarps = kThreads / 32;
@@ -14,9 +15,12 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) resident_select(con
   constexpr uint32_t kWords = kThreads * kGroups / 4;
   constexpr int kUnit = kWords <= kThreads ? 1 : 2;
   constexpr uint32_t kSteps = (kWords + kThreads * kUnit - 1) / (kThreads * kUnit);
+  constexpr uint32_t kStageSize = kDirect ? 0 : 512 * kUnit;  // scores that a warp writes the indices of at a time
+  using Marks = GroupMarks<kThreads, kGroups>;
   __shared__ union {
     alignas(16) uint32_t hist[kBins];
-    uint16_t stage[kWarps * kStage];
+    uint16_t stage[kWarps * kStageSize + 1];
+    uint32_t counts[Marks::kCounts];
   } scratch;
   __shared__ alignas(16) uint32_t marks[kWords];
   __shared__ Control control;
@@ -168,10 +172,19 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) resident_select(con
     }
   }
   __syncthreads();
-  uint32_t above, equal;
-  count_marks<kUnit>(marks, kWords, kSteps, above, equal);
-  emit<kThreads, kUnit>(marks, kWords, t.quota, 0, 0, out, base - row.head, scratch.stage, control, above, equal,
-                        kSteps);
+  if constexpr (kDirect) {
+    Marks mine;
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) mine.marks[q] = mark_bytes[q * kThreads + thread];
+    mine.count(scratch.counts);
+    __syncthreads();
+    mine.emit(scratch.counts, t.quota, out, base - row.head);
+  } else {
+    uint32_t above, equal;
+    count_marks<kUnit>(marks, kWords, kSteps, above, equal);
+    emit<kThreads, kUnit, kStageSize>(marks, kWords, t.quota, 0, 0, out, base - row.head, scratch.stage, control, above,
+                                      equal, kSteps);
+  }
 }
 
 }  // namespace kvc::topk

@@ -24,32 +24,14 @@ constexpr int64_t kLeastPart = 32768;     // it takes no fewer, to have more blo
 constexpr int kMaxCluster = 8;
 static_assert(sizeof(StreamShared<kStreamThreads>) <= kStreamFixed);
 
-// What the streaming kernels may ask of a device, read once and not as a part of a capture.
-struct Limits {
-  int shared = 0;         // bytes of shared memory a block may have
-  bool clusters = false;  // what was compiled for older architectures has none, wherever it runs
-};
-
 template <typename Score>
 const Limits& limits(int device) {
   static Limits known[kMaxDevices];
   static std::once_flag read[kMaxDevices];
   std::call_once(read[device], [&] {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cuda_check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
-    Limits found;
-    cudaFuncAttributes attributes{};
-    const auto alone = streaming_select<Score, kStreamThreads, false, 2>;
-    const auto cluster = streaming_select<Score, kStreamThreads, true, 2>;
-    cudaError_t status = cudaDeviceGetAttribute(&found.shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-    if (status == cudaSuccess) status = cudaFuncGetAttributes(&attributes, cluster);
-    for (const auto kernel : {alone, cluster})
-      if (status == cudaSuccess)
-        status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, found.shared);
-    (void)cudaThreadExchangeStreamCaptureMode(&mode);
-    cuda_check(status, "cudaFuncSetAttribute");
-    found.clusters = attributes.ptxVersion >= 90;
-    known[device] = found;
+    known[device] =
+        read_limits(device, {reinterpret_cast<const void*>(&streaming_select<Score, kStreamThreads, false, 2>),
+                             reinterpret_cast<const void*>(&streaming_select<Score, kStreamThreads, true, 2>)});
   });
   return known[device];
 }
@@ -107,38 +89,30 @@ void stream(const Context& ctx, const Selection& s, const DeviceScope& scope, co
                          static_cast<int32_t>(s.bases != nullptr), s.out, s.k, problem.width, problem.list_capacity,
                          problem.mark_groups);
   }
-  cudaLaunchConfig_t config{};
-  config.gridDim = grid;
-  config.blockDim = dim3(kStreamThreads);
-  config.dynamicSmemBytes = static_cast<size_t>(plan.shared);
-  config.stream = scope.stream;
-  cudaLaunchAttribute attribute;
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim = {static_cast<unsigned>(plan.cluster), 1, 1};
-  config.attrs = &attribute;
-  config.numAttrs = plan.cluster > 1 ? 1 : 0;
   const auto kernel = limit.clusters ? streaming_select<Score, kStreamThreads, true, 2>
                                      : streaming_select<Score, kStreamThreads, false, 2>;
-  cuda_check(cudaLaunchKernelEx(&config, kernel, problem), "streaming_select");
+  launch(kernel, "streaming_select", problem, s.rows * plan.cluster, kStreamThreads, plan.shared, scope.stream,
+         plan.cluster);
 }
 
-template <typename Score, int kThreads, int kGroups>
+template <typename Score, int kThreads, int kGroups, bool kDirect = false>
 void keep_resident(const Selection& s, const DeviceScope& scope, const Problem& problem) {
-  resident_select<Score, kThreads, kGroups><<<static_cast<unsigned>(s.rows), kThreads, 0, scope.stream>>>(problem);
-  cuda_check(cudaGetLastError(), "resident_select");
+  launch(resident_select<Score, kThreads, kGroups, kDirect>, "resident_select", problem, s.rows, kThreads, 0,
+         scope.stream);
 }
 
 template <typename Score>
 void select(const Context& ctx, const Selection& s, const DeviceScope& scope, const CompiledKernel& compiled) {
-  const void* probe = reinterpret_cast<const void*>(&resident_select<Score, 256, 3>);
+  const void* probe = reinterpret_cast<const void*>(&resident_select<Score, 256, 3, false>);
   const DeviceFacts& facts = device_facts(ctx, scope.device, probe);
   const Problem problem{s.scores, s.row_stride, s.lengths, s.bases, s.out, s.k, static_cast<int32_t>(s.width), 0, 0};
-  constexpr int64_t kVector = 4 * sizeof(Score);
-  const bool aligned = reinterpret_cast<uintptr_t>(s.scores) % kVector == 0 &&
-                       s.row_stride * static_cast<int64_t>(sizeof(Score)) % kVector == 0;
-  const int64_t scores = s.width + (aligned ? 0 : 3);
+  const int64_t scores = s.width + slack_of<Score>(s);
+  const bool few = s.rows <= facts.multiprocessors;  // a block has a multiprocessor for itself
+  if (scores <= 512 * 2 * 4 && few) return keep_resident<Score, 512, 2, true>(s, scope, problem);
   if (scores <= 256 * 3 * 4) return keep_resident<Score, 256, 3>(s, scope, problem);
+  if (scores <= 512 * 2 * 4) return keep_resident<Score, 512, 2>(s, scope, problem);
   if (scores <= 512 * 4 * 4) return keep_resident<Score, 512, 4>(s, scope, problem);
+  if (scores <= 1024 * 4 * 4 && few) return keep_resident<Score, 1024, 4>(s, scope, problem);
   if (scores <= 512 * 8 * 4) return keep_resident<Score, 512, 8>(s, scope, problem);
   stream<Score>(ctx, s, scope, facts, problem, compiled);
 }

@@ -387,7 +387,7 @@ __device__ __forceinline__ void count_marks(const uint32_t* marks, uint32_t word
 // Writes the indices of the marked scores. A lane takes kUnit words of marks (16 scores each) at a time; a warp
 // collects what it found in `stage`, so that it writes whole lines. `place` and `ties` are the numbers of selected and
 // of equal scores before those of this block. One barrier.
-template <int kThreads, int kUnit>
+template <int kThreads, int kUnit, uint32_t kStageSize = kStage>
 __device__ __forceinline__ void emit(const uint32_t* marks, uint32_t words, uint32_t quota, uint32_t place,
                                      uint32_t ties, int32_t* out, int32_t first_index, uint16_t* stage,
                                      Control& control, uint32_t warp_above, uint32_t warp_equal, uint32_t steps) {
@@ -398,7 +398,7 @@ __device__ __forceinline__ void emit(const uint32_t* marks, uint32_t words, uint
   const bool before = lane < kWarps && lane < warp;
   place += __reduce_add_sync(kAll, before ? control.warps[0][lane] : 0);
   ties += __reduce_add_sync(kAll, before ? control.warps[1][lane] : 0);
-  stage += warp * kStage;
+  stage += warp * kStageSize;
   for (uint32_t step = 0; step < steps; ++step) {
     const uint32_t first_word = (warp * steps + step) * (32 * kUnit), word = first_word + lane * kUnit;
     if (first_word >= words) break;
@@ -416,7 +416,7 @@ __device__ __forceinline__ void emit(const uint32_t* marks, uint32_t words, uint
     uint32_t at = ((through - counts) & 0xffff) + min(tie, quota) - min(ties, quota);
     int32_t* to = out + place + min(ties, quota);
     const int32_t index = first_index + static_cast<int32_t>(first_word * 16);
-    const bool staged = count <= kStage;
+    const bool staged = count <= kStageSize;
     uint32_t bits[(kUnit + 1) / 2] = {};
 #pragma unroll
     for (int u = 0; u < kUnit; ++u) {
@@ -460,6 +460,56 @@ __device__ __forceinline__ void emit(const uint32_t* marks, uint32_t words, uint
     ties = ties_after;
   }
 }
+
+// The marks of a row of at most kGroups groups a thread: thread t has those of the groups q * kThreads + t. Writes from
+// registers, which takes less time than emit() but more of the memory system: for blocks that have it for themselves.
+template <int kThreads, int kGroups>
+struct GroupMarks {
+  static constexpr uint32_t kWarps = kThreads / 32, kCounts = kGroups * kWarps;
+  uint32_t marks[kGroups];
+  uint32_t before[kGroups];  // selected ones of lower lanes, equal ones in the upper half
+
+  // Leaves what each warp has in `counts`, to be synchronised upon.
+  __device__ __forceinline__ void count(uint32_t (&counts)[kCounts]) {
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+    for (uint32_t q = 0; q < kGroups; ++q) {
+      const uint32_t own = __popc(marks[q] & kSelected) | __popc(marks[q] & kEqual) << 16;
+      const uint32_t through = inclusive_sum(own, lane);
+      before[q] = through - own;
+      if (lane == 31) counts[q * kWarps + warp] = through;
+    }
+  }
+  // Writes the indices of the marked scores, `quota` of the equal ones; returns how many they are.
+  __device__ __forceinline__ uint32_t emit(const uint32_t (&counts)[kCounts], uint32_t quota, int32_t* out,
+                                           int32_t first_index) const {
+    constexpr uint32_t kEach = (kCounts + 31) / 32;  // counts of a lane
+    static_assert(kWarps % kEach == 0);
+    const uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    uint32_t sum = 0, earlier = 0;  // in this lane, before the count of this warp
+#pragma unroll
+    for (uint32_t i = 0; i < kEach; ++i) {
+      if (i == warp % kEach) earlier = sum;
+      sum += lane * kEach + i < kCounts ? counts[lane * kEach + i] : 0;
+    }
+    const uint32_t through = inclusive_sum(sum, lane), total = __shfl_sync(kAll, through, 31);
+    earlier += through - sum;
+#pragma unroll
+    for (uint32_t q = 0; q < kGroups; ++q) {
+      const uint32_t begin = __shfl_sync(kAll, earlier, (q * kWarps + warp) / kEach) + before[q];
+      if (marks[q] == 0) continue;
+      uint32_t place = begin & 0xffff, tie = begin >> 16;
+      const int32_t index = first_index + static_cast<int32_t>((q * kThreads + threadIdx.x) * 4);
+#pragma unroll
+      for (uint32_t j = 0; j < 4; ++j) {
+        const uint32_t selected = marks[q] >> j & 1, equal = marks[q] >> (j + 4) & 1;
+        if (selected || (equal && tie < quota)) out[place + min(tie, quota)] = index + static_cast<int32_t>(j);
+        place += selected, tie += equal;
+      }
+    }
+    return (total & 0xffff) + min(total >> 16, quota);
+  }
+};
 
 // Keeps the compiler from computing ahead what is seldom needed.
 __device__ __forceinline__ float hidden(float x) {

@@ -131,6 +131,17 @@ def peer_word(tensor: Any, index: Any, rank: Any) -> Any:
     return ptx("ld.shared::cluster.b32 {$w0}, [{$r0}];", Uint32, peer_address(tensor, index, rank))
 
 
+def peer_words(tensor: Any, index: Any, rank: Any, count: int) -> list[Any]:
+    """Two or four neighbours, aligned: another block's memory is far away, so that each access should bring much."""
+    names = ", ".join(f"{{$w{i}}}" for i in range(count))
+    words = arch.inline_ptx(
+        f"ld.shared::cluster.v{count}.b32 {{{names}}}, [{{$r0}}];",
+        write_only_types=[Uint32] * count,
+        read_only_args=[peer_address(tensor, index, rank)],
+    )
+    return [Uint32(word) for word in words]
+
+
 def pack_nibbles(x: Any) -> Any:
     x = (x | (x >> 4)) & Uint32(0x00FF00FF)
     return (x | (x >> 8)) & Uint32(0xFFFF)
@@ -182,15 +193,18 @@ class StreamingSelect:
             arch.sync_threads()
 
     @cute.jit
-    def reduce_peers(
-        self, control: cute.Tensor, word: cutlass.Constexpr, kind: cutlass.Constexpr, limit: Uint32
-    ) -> Uint32:
-        """Over the first `limit` blocks of the team."""
-        value = Uint32(0)
+    def of_peers(
+        self, control: cute.Tensor, word: cutlass.Constexpr, count: cutlass.Constexpr, limit: Uint32
+    ):
+        """`count` words of the first `limit` blocks of the team: a lane has those of a block, or zeros."""
+        a, b, c, d = Uint32(0), Uint32(0), Uint32(0), Uint32(0)
         lane = Uint32(arch.lane_idx())
         if lane < limit:
-            value = peer_word(control, word, lane)
-        return reduce(value, kind)
+            if cutlass.const_expr(count == 4):
+                a, b, c, d = peer_words(control, word, lane, 4)
+            else:
+                a, b = peer_words(control, word, lane, 2)
+        return a, b, c, d
 
     # ------------------------------------------------------------- histograms
 
@@ -205,22 +219,17 @@ class StreamingSelect:
         """Leaves the team's histogram in `sums`, which is `hist` in a block alone; returns this thread's share."""
         t = Int32(arch.thread_idx()[0])
         first = Int32(BINS - 4) - 4 * t
-        total = Uint32(0)
+        a, b, c, d = (word_of(hist, first + i) for i in range(4))
         if size > 1:
             rank = Uint32(arch.block_idx_in_cluster())
-            for i in cutlass.range_constexpr(4):
-                word = word_of(hist, first + i)
-                for r in cutlass.range(1, Int32(size), 1, unroll=1):
-                    other = rank + Uint32(r)
-                    if other >= size:
-                        other -= size
-                    word += peer_word(hist, first + i, other)
-                sums[first + i] = word
-                total += word
-        else:
-            for i in cutlass.range_constexpr(4):
-                total += word_of(hist, first + i)
-        return total
+            for r in cutlass.range(1, Int32(size), 1, unroll=1):
+                other = rank + Uint32(r)
+                if other >= size:
+                    other -= size
+                w0, w1, w2, w3 = peer_words(hist, first, other, 4)
+                a, b, c, d = a + w0, b + w1, c + w2, d + w3
+            sums[first], sums[first + 1], sums[first + 2], sums[first + 3] = a, b, c, d
+        return a + b + c + d
 
     @cute.jit
     def inclusive_sum(self, value: Uint32) -> Uint32:
@@ -361,8 +370,8 @@ class StreamingSelect:
             peer = lane % size
             if size == 1:  # a block on its own, be it in a team or not
                 peer = Uint32(arch.block_idx_in_cluster())
-            low = reduce(peer_word(control, EDGES, peer), "umin")
-            high = reduce(peer_word(control, EDGES + 1, peer), "umax")
+            low, high = peer_words(control, EDGES, peer, 2)
+            low, high = reduce(low, "umin"), reduce(high, "umax")
             if low == high:
                 key, quota, ties, done = low, rank, Boolean(True), Boolean(True)
             elif rank == count:
@@ -1052,10 +1061,9 @@ class StreamingSelect:
                     True,
                 )
             self.sync(size)
-            above = self.reduce_peers(control, ABOVE, "add", size)
-            equal = self.reduce_peers(control, COUNTED_EQUAL, "add", size)
-            inside = self.reduce_peers(control, INSIDE, "add", size)
-            whole = self.reduce_peers(control, INSIDE, "umax", size) <= capacity
+            above, equal, inside, _ = self.of_peers(control, ABOVE, 4, size)
+            above, equal = reduce(above, "add"), reduce(equal, "add")
+            whole, inside = reduce(inside, "umax") <= capacity, reduce(inside, "add")
             count = word_of(control, INSIDE)
             next_low, next_high = Uint32(LOWEST), Uint32(HIGHEST)
             if above >= k:
@@ -1095,8 +1103,9 @@ class StreamingSelect:
                         self.sync(size)
                         if rank != 0:
                             if t < SMALL:
-                                control[KEYS + t] = peer_word(control, KEYS + t, Uint32(0))
-                                control[PLACES + t] = peer_word(control, PLACES + t, Uint32(0))
+                                small_key = peer_word(control, KEYS + t, Uint32(0))
+                                small_place = peer_word(control, PLACES + t, Uint32(0))
+                                control[KEYS + t], control[PLACES + t] = small_key, small_place
                             arch.sync_threads()
                         self.rank_small(
                             control, words, members, need - higher, Uint32(begin) * 4, Uint32(end - begin) * 4
@@ -1169,8 +1178,8 @@ class StreamingSelect:
                 add_to(control, TOTALS, above)
                 add_to(control, TOTALS + 1, equal)
             self.sync(size)
-            block_above = self.reduce_peers(control, TOTALS, "add", rank)
-            block_equal = self.reduce_peers(control, TOTALS + 1, "add", rank)
+            block_above, block_equal, _, _ = self.of_peers(control, TOTALS, 2, rank)
+            block_above, block_equal = reduce(block_above, "add"), reduce(block_equal, "add")
             arch.cluster_arrive(aligned=True)  # no block leaves before its counts were read
         self.emit(
             words,

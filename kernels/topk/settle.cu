@@ -1,8 +1,10 @@
-// CUDA side of settle_ties: launches the Triton kernels of settle.py.
+// CUDA side of settle_ties: launches a kernel of settle.cuh for short rows and for many of them, else the Triton
+// kernels of settle.py, which take rows of any length.
 
 #include "topk/kernels.h"
 
 #include "common/launch_compiled.h"
+#include "topk/settle.cuh"
 
 namespace kvc::compiled {
 extern const CompiledKernel settle_pivot_float, settle_pivot_half, settle_pivot_bfloat16, settle_classify_float,
@@ -55,9 +57,7 @@ void settle_rows(const Context& ctx, const Selection& s, const Provisional& p, i
                      int32(s.bases != nullptr), int32(vector));
 }
 
-}  // namespace
-
-void settle(const Context& ctx, const Selection& s, const Provisional& p, const DeviceScope& scope) {
+void settle_with_triton(const Context& ctx, const Selection& s, const Provisional& p, const DeviceScope& scope) {
   const int64_t item = s.dtype == Score::kFloat ? 4 : 2, index = p.wide ? 8 : 4;
   // Most scores between a row and the boundary that its positions count from.
   const bool aligned = reinterpret_cast<uintptr_t>(s.scores) % 16 == 0 && s.row_stride * item % 16 == 0;
@@ -73,6 +73,52 @@ void settle(const Context& ctx, const Selection& s, const Provisional& p, const 
     some.out += first * s.k;
     settle_rows(ctx, some, {static_cast<const uint8_t*>(p.indices) + first * s.k * index, p.wide}, tiles, scope);
   }
+}
+
+template <typename Score>
+const Limits& limits(int device) {
+  static Limits known[kMaxDevices];
+  static std::once_flag read[kMaxDevices];
+  std::call_once(read[device], [&] {
+    const auto kernel = &settle_marks<Score, 512, 4, true, false, 2>;
+    known[device] = read_limits(device, {reinterpret_cast<const void*>(kernel)});
+  });
+  return known[device];
+}
+
+// Whether a kernel of settle.cuh was launched.
+template <typename Score>
+bool settle_with_marks(const Context& ctx, const Selection& s, const Provisional& p, const DeviceScope& scope) {
+  const void* probe = reinterpret_cast<const void*>(&settle_marks<Score, 256, 4, false, false, 4>);
+  const DeviceFacts& facts = device_facts(ctx, scope.device, probe);
+  const Problem problem{s.scores, s.row_stride, s.lengths, s.bases, s.out, s.k, static_cast<int32_t>(s.width), 0, 0};
+  const int64_t scores = s.width + slack_of<Score>(s), marks = ((scores + 3) / 4 + 15) / 16 * 16;
+  const auto run = [&](void (*kernel)(Settlement), int threads) {
+    launch(kernel, "settle_marks", Settlement{problem, p.indices, p.wide}, s.rows, threads, marks, scope.stream);
+    return true;
+  };
+  const bool few = s.rows <= facts.multiprocessors;  // a block has a multiprocessor for itself
+  if (scores <= 256 * 4 * 4 && few) return run(settle_marks<Score, 256, 4, false, true, 4>, 256);
+  if (scores <= 256 * 4 * 4) return run(settle_marks<Score, 256, 4, false, false, 4>, 256);
+  if (scores <= 512 * 4 * 4) return run(settle_marks<Score, 512, 4, false, false, 2>, 512);
+  if (scores <= 512 * 8 * 4) return run(settle_marks<Score, 512, 8, false, false, 2>, 512);
+  // A row for itself keeps no multiprocessor busy: the Triton kernels share few long rows among many programs.
+  if (few || marks > limits<Score>(scope.device).shared) return false;
+  return run(settle_marks<Score, 512, 4, true, false, 2>, 512);
+}
+
+}  // namespace
+
+void settle(const Context& ctx, const Selection& s, const Provisional& p, const DeviceScope& scope) {
+  const auto launched = [&] {
+    switch (s.dtype) {
+      case Score::kFloat: return settle_with_marks<float>(ctx, s, p, scope);
+      case Score::kHalf: return settle_with_marks<__half>(ctx, s, p, scope);
+      case Score::kBFloat16: return settle_with_marks<__nv_bfloat16>(ctx, s, p, scope);
+    }
+    return false;
+  };
+  if (!launched()) settle_with_triton(ctx, s, p, scope);
 }
 
 }  // namespace kvc::topk
