@@ -165,6 +165,7 @@ struct alignas(16) Segment {
   uint8_t* scales = nullptr;
   int64_t scales_stride = 0;
   int64_t row_pitch = 0;  // bytes between hot rows
+  int64_t gap_bytes = 0;  // kRows: bytes of the quantized range
   uint32_t units = 0;     // groups (kQuantize), 16-byte chunks (kRows) or bytes / 16 rounded up (kBytes)
   uint32_t units_per_tile = 0;
   uint32_t first_tile = 0;  // tiles of a page are numbered through all its segments
@@ -175,7 +176,6 @@ struct alignas(16) Segment {
   FastDivisor plain_per_row;     // groups of one component
   FastDivisor chunks_per_row;    // of 16 hot bytes, where `joined`
   uint32_t before_units = 0;     // kRows: 16-byte chunks in front of the quantized range
-  uint32_t gap_bytes = 0;        // kRows: bytes of the quantized range
   nvfp4::GlobalScale global{1.0f, 1.0f};
   int64_t nbytes = 0;          // kBytes
   uint8_t* padding = nullptr;  // zeroed on encode, with data_stride
@@ -190,7 +190,9 @@ struct alignas(16) Segment {
   }
 };
 
-// Whether two segments differ in nothing but where they lie.
+// Whether two segments that are not cut yet differ in nothing but where they lie. What is left out follows from the
+// rest.
+static_assert(sizeof(void*) != 8 || sizeof(Segment) == 176, "same_shape must know every field of a segment");
 inline bool same_shape(const Segment& a, const Segment& b) {
   return a.hot_stride == b.hot_stride && a.data_stride == b.data_stride && a.scales_stride == b.scales_stride &&
          a.row_pitch == b.row_pitch && a.units == b.units && a.units_per_row.divisor == b.units_per_row.divisor &&
@@ -255,7 +257,7 @@ inline void append_segments(const BufferSpec& b, uint8_t* hot, int64_t hot_strid
   l.units_per_row = FastDivisor(static_cast<uint32_t>(lossless_row / 16));
   l.units = static_cast<uint32_t>(b.rows) * l.units_per_row.divisor;
   l.before_units = static_cast<uint32_t>(b.quantized_start * item / 16);
-  l.gap_bytes = static_cast<uint32_t>(b.quantized_elements * item);
+  l.gap_bytes = b.quantized_elements * item;
   segments->push_back(l);
 }
 
@@ -284,7 +286,8 @@ inline int64_t number_tiles(std::vector<Segment>* segments, TileLimits limits = 
       const uint32_t group_bytes = nvfp4::kGroupSize * static_cast<uint32_t>(itemsize(s.dtype));
       const uint32_t groups = (s.residual_groups != 0 ? limits.residual_bytes : limits.hot_bytes) / group_bytes;
       uint32_t rows = s.residual_groups != 0 ? whole_rows(s, groups, limits.slots) : 0;
-      if (s.residual_groups == 0 && i + 1 < segments->size() && (*segments)[i + 1].kind == SegmentKind::kRows) {
+      const bool rest = i + 1 < segments->size() && (*segments)[i + 1].kind == SegmentKind::kRows;
+      if (rest && s.residual_groups == 0 && int64_t{row} * group_bytes <= limits.joined_bytes) {
         s.chunks_per_row = FastDivisor(row * group_bytes / 16 + (*segments)[i + 1].units_per_row.divisor);
         rows = whole_rows(s, limits.joined_bytes / 16 / s.chunks_per_row.divisor * row, limits.slots);
         s.joined = rows > 0;
@@ -305,7 +308,7 @@ KVC_HOST_DEVICE int64_t hot_offset(const Segment& s, uint32_t unit, uint32_t gro
   const uint32_t row = s.units_per_row.divide(unit);
   const uint32_t column = unit - row * s.units_per_row.divisor;
   if (s.kind == SegmentKind::kQuantize) return row * s.row_pitch + int64_t{column} * group_bytes;
-  return row * s.row_pitch + int64_t{column} * 16 + (column >= s.before_units ? s.gap_bytes : 0);
+  return row * s.row_pitch + int64_t{column} * 16 + (column >= s.before_units ? s.gap_bytes : int64_t{0});
 }
 
 // Output slots (main and residual components) that stand before group `group`.

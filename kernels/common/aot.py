@@ -89,11 +89,21 @@ def triton_image(name: str, description: dict[str, Any], capability: int) -> Ima
     # later minors too.
     last = capability if capability >= 90 else capability // 10 * 10 + 9
     data = compiled.asm["cubin"] if capability else compiled.asm["ptx"].encode() + b"\0"
-    waits = WAIT in compiled.asm["ptx"]
+    waits = waits_first(name, compiled.asm["ptx"])
     threads = 32 * metadata.num_warps
     return Image(
         capability, last if capability else ANY, metadata.shared, threads, metadata.name, data, waits
     )
+
+
+def waits_first(name: str, ptx: str) -> bool:
+    """Whether a kernel waits for the one before it, which it must do before it touches global memory."""
+    if WAIT not in ptx:
+        return False
+    access = re.search(r"\b(ld|st|atom|red)(\.\w+)*\.global\b|\bcp\.(async|reduce)", ptx)
+    if access and access.start() < ptx.index(WAIT):
+        raise SystemExit(f"kvc: {name} must wait before it touches global memory")
+    return True
 
 
 def described_image(path: str, name: str, capability: int) -> Image:
@@ -138,7 +148,7 @@ def cute_worker(module: Path, arch: str) -> None:
         threads = 1
         for extent in block:
             threads *= int(extent or 1)
-        kernels[name] = (entry, threads, WAIT in artifacts.PTX)
+        kernels[name] = (entry, threads, waits_first(name, artifacts.PTX))
         Path(f"{name}.cubin").write_bytes(artifacts.CUBIN)
     Path("kernels.json").write_text(json.dumps(kernels))
 

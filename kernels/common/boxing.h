@@ -15,11 +15,11 @@
 namespace kvc {
 
 // torch takes Python's lock for every tensor whose last reference beside Python's own goes, and a call gives back all
-// of its arguments: with the lock held throughout, that costs a third. Threads that Python does not know have no part
-// in it.
+// of its arguments: with the lock held throughout, that costs a third where lists are long. Threads that Python does
+// not know have no part in it. As with any op: who holds a lock that a thread with Python's waits for, must not call.
 class PythonLock {
  public:
-  PythonLock() : held_(PyGILState_GetThisThreadState() != nullptr) {
+  PythonLock() : held_(Py_IsInitialized() && PyGILState_GetThisThreadState() != nullptr) {
     if (held_) state_ = PyGILState_Ensure();
   }
   ~PythonLock() {
@@ -66,12 +66,14 @@ inline std::string take<std::string>(StableIValue value) {
   return text;
 }
 
-// The arguments of a call, given back under one lock, also when the op throws.
+// The arguments of a call, given back under one lock if there is a list among them, also when the op throws.
 template <typename... Values>
 struct Arguments {
   std::optional<PythonLock> lock;  // before the values, so that it outlives them
   std::tuple<Values...> values;
-  ~Arguments() { lock.emplace(); }
+  ~Arguments() {
+    if constexpr ((std::is_same_v<Values, TensorList> || ...)) lock.emplace();
+  }
 };
 
 template <typename Op>
@@ -86,11 +88,21 @@ struct Boxing<Result (*)(Parameters...)> {
     else give(stack, std::apply(kOp, arguments.values));
   }
   template <Result (*kOp)(Parameters...)>
-  static void boxed(StableIValue* stack, uint64_t, uint64_t) {
+  static void boxed(StableIValue* stack, uint64_t arguments, uint64_t results) {
+    // A library of another build than ops/_ops.py.
+    STD_TORCH_CHECK(arguments == sizeof...(Parameters) && results == kResults,
+                    "kvc: the schema of an op must be that of the installed library, got ", arguments,
+                    " arguments and ", results, " results, not ", sizeof...(Parameters), " and ", kResults);
     call<kOp>(stack, std::index_sequence_for<Parameters...>{});
   }
 
  private:
+  template <typename T>
+  struct Count : std::integral_constant<uint64_t, std::is_void_v<T> ? 0 : 1> {};
+  template <typename... Tensors>
+  struct Count<std::tuple<Tensors...>> : std::integral_constant<uint64_t, sizeof...(Tensors)> {};
+  static constexpr uint64_t kResults = Count<Result>::value;
+
   static void give(StableIValue* stack, const Tensor& result) { stack[0] = torch::stable::detail::from(result); }
   template <typename... Tensors>
   static void give(StableIValue* stack, const std::tuple<Tensors...>& results) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -118,6 +119,6 @@ inline bool is_float(ScalarType type) {
 }
 
 // kvc.set_debug(True): values on the device are read back and checked too.
-inline bool debug_mode = false;
+inline std::atomic<bool> debug_mode{false};
 
 }  // namespace kvc

@@ -10,8 +10,9 @@
 namespace kvc {
 
 inline void cuda_check(cudaError_t status, const char* what) {
-  if (status != cudaSuccess)
-    throw std::runtime_error(std::string("CUDA error in ") + what + ": " + cudaGetErrorString(status));
+  if (status == cudaSuccess) return;
+  (void)cudaGetLastError();  // nobody else is to be blamed for it
+  throw std::runtime_error(std::string("CUDA error in ") + what + ": " + cudaGetErrorString(status));
 }
 
 constexpr int kMaxDevices = 128;

@@ -105,7 +105,10 @@ class KernelLoader {
       throw refuse();
     }
     cuda_check(status, "cudaLibraryLoadData");
-    return {reinterpret_cast<const void*>(function), image->shared_bytes, image->waits};
+    int driver = 0;
+    cuda_check(cudaDriverGetVersion(&driver), "cudaDriverGetVersion");
+    const bool may_wait = driver >= 12030;  // drivers before CUDA 12.3 do not capture such launches
+    return {reinterpret_cast<const void*>(function), image->shared_bytes, image->waits && may_wait};
   }
 
   const CompiledKernel& kernel_;

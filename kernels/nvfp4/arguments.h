@@ -129,28 +129,31 @@ inline void check_pairs(const Context& ctx, const PageWork& work, bool encode) {
   const int64_t limits[2] = {encode ? work.cold_slots : work.hot_slots, encode ? work.hot_slots : work.cold_slots};
   constexpr const char* names[2] = {"destination", "source"};
   static thread_local std::vector<bool> seen;  // stays all false between calls
+  static thread_local std::vector<int32_t> marked;
+  marked.clear();
   if (static_cast<int64_t>(seen.size()) < limits[0]) seen.resize(static_cast<size_t>(limits[0]));
   const auto at = [&](int64_t i, int c) { return work.pairs[i * work.pair_stride[0] + c * work.pair_stride[1]]; };
   int64_t repeated = -1;
-  int64_t marked = 0;
   std::string range_error;
   int bad_value = 0;
-  for (; marked < work.pages && range_error.empty() && repeated < 0; ++marked) {
-    for (int c = 0; c < 2; ++c)
-      if (at(marked, c) < 0 || at(marked, c) >= limits[c]) {
-        bad_value = at(marked, c);
+  for (int64_t i = 0; i < work.pages; ++i) {
+    const int32_t pair[2] = {at(i, 0), at(i, 1)};  // read once: another thread may be writing what it should not
+    for (int c = 0; c < 2 && range_error.empty(); ++c)
+      if (pair[c] < 0 || pair[c] >= limits[c]) {
+        bad_value = pair[c];
         range_error = std::string("a ") + names[c] + " slot in [0, " + std::to_string(limits[c]) + ")";
-        break;
       }
     if (!range_error.empty()) break;
-    if (seen[static_cast<size_t>(at(marked, 0))]) {
-      repeated = at(marked, 0);
+    if (seen[static_cast<size_t>(pair[0])]) {
+      repeated = pair[0];
       break;
     }
-    seen[static_cast<size_t>(at(marked, 0))] = true;
+    seen[static_cast<size_t>(pair[0])] = true;
+    marked.push_back(pair[0]);
   }
-  for (int64_t i = 0; i < marked; ++i) seen[static_cast<size_t>(at(i, 0))] = false;
-  const std::string where = "pairs[" + std::to_string(marked) + "]";
+  for (const int32_t slot : marked) seen[static_cast<size_t>(slot)] = false;
+  if (range_error.empty() && repeated < 0) return;
+  const std::string where = "pairs[" + std::to_string(marked.size()) + "]";
   if (!range_error.empty()) ctx.value_error(where, range_error, int64_t{bad_value});
   if (repeated >= 0) ctx.value_error(where, "a destination named once", "slot " + std::to_string(repeated) + " again");
 }
@@ -334,7 +337,7 @@ struct Quantized {
   Tensor data, scales, lossless;
 };
 
-// `run(work, encode)` executes; `alignment` is what it needs of hot addresses.
+// `run(work)` executes; `alignment` is what it needs of hot addresses.
 template <typename Run>
 Quantized quantize_rows(const Context& ctx, const Tensor& x, double global_scale, int64_t start, int64_t elements,
                         int64_t residual_start, int64_t residual_elements, int64_t alignment, Run&& run) {

@@ -6,8 +6,11 @@
 // much, small kernels first carry it to a scratch tensor, in their parameters, so that nothing is copied from host
 // memory behind the caller's back and a captured graph keeps its values.
 
+#include <algorithm>
 #include <cstring>
+#include <mutex>
 #include <type_traits>
+#include <vector>
 
 #include "common/device.h"
 #include "nvfp4/decode.cuh"
@@ -26,17 +29,13 @@ enum class Direction {
   kEncode,
   kEncodeStaged,  // the output goes through shared memory: towards host memory, or where 8 bytes cannot be stored at
                   // once
-  kDecode,
+  kDecode,        // from device memory
   kDecodeStaged,  // from host memory
 };
 constexpr bool is_encode(Direction d) { return d == Direction::kEncode || d == Direction::kEncodeStaged; }
 
 // Blocks of device-memory moves are short-lived: the hardware keeps the chip full and neighbours close together.
 constexpr uint32_t warps_per_block(Direction d) { return is_encode(d) ? 4 : 2; }
-// Where arithmetic is what limits, a second tile pays for the start of a block.
-constexpr int64_t tiles_per_warp(Direction d, bool bytes, bool residual) {
-  return d == Direction::kEncode && (bytes || residual) ? 2 : 1;
-}
 
 // Blocks of host-memory moves are few and stay: enough of them for PCIe, few enough to share the chip with a model.
 constexpr uint32_t kWarpsPerHostBlock = 8;
@@ -85,8 +84,8 @@ struct WarpMemory<Direction::kEncodeStaged> {
 
 template <>
 struct WarpMemory<Direction::kDecode> {
-  // Three runs, each from 16 bytes on, and some room for nothing: 22 warps on a multiprocessor are faster than the 24
-  // that would fit, whose writes scatter further.
+  // Three runs, each from 16 bytes on, and some room for nothing: on an H200, 22 warps on a multiprocessor are faster
+  // than the 24 that would fit, whose writes scatter further.
   alignas(16) uint8_t input[kTileBytes + 64 + 1024];
 };
 
@@ -118,8 +117,8 @@ struct Metadata {
 };
 
 struct Header {
-  Metadata metadata;  // used when `inlined` is false
-  bool inlined;
+  Metadata metadata;  // of what is not inlined
+  bool inlined;       // shapes, spots and starts; kDecode's kernels know it from their type
   bool inlined_pairs;
   uint32_t spots_at;  // byte positions in the inlined block
   uint32_t starts_at;
@@ -139,6 +138,8 @@ template <int kBytes>
 struct Inline {
   alignas(16) uint8_t bytes[kBytes];
 };
+static_assert(sizeof(Header) + sizeof(Inline<kSmallInline>) <= 4096);
+static_assert(sizeof(Header) + sizeof(Inline<kUploadBytes>) <= 32764);
 
 // The last segment that starts at or before `tile`; every lane looks at its share of the starts at once.
 __device__ __forceinline__ uint32_t find_segment(const Header& h, const uint32_t* starts, uint32_t tile,
@@ -433,13 +434,12 @@ template <Direction kDirection, int kBytes>
 void launch(Header& h, Inline<kBytes>& inlined, Grid grid, int device, cudaStream_t stream) {
   const auto kernel = move_pages_kernel<kDirection, kBytes>;
   // More than 48 KiB of shared memory has to be asked for, once on every device.
-  static bool allowed[kMaxDevices] = {};
-  if (!allowed[device]) {
+  static std::once_flag allowed[kMaxDevices];
+  std::call_once(allowed[device], [&] {
     constexpr int kMost = sizeof(WarpMemory<kDirection>) * kWarpsPerHostBlock;
     cuda_check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kMost),
                "cudaFuncSetAttribute");
-    allowed[device] = true;
-  }
+  });
   // By address: a launch with <<<>>> would copy the parameters once more.
   void* parameters[] = {&h, &inlined};
   cuda_check(
@@ -454,8 +454,12 @@ bool all_quantized(const PageWork& work, Holds&& holds) {
                      [&](const Segment& s) { return s.kind != SegmentKind::kQuantize || holds(s); });
 }
 
-bool holds_bytes(const PageWork& work) {
-  return all_quantized(work, [](const Segment& s) { return s.dtype == DType::kFloat8E4M3; });
+// Where arithmetic is what limits encoding, 8-bit elements or two components, a second tile pays for the start of a
+// block.
+int64_t tiles_per_warp(const PageWork& work) {
+  const bool bytes = all_quantized(work, [](const Segment& s) { return s.dtype == DType::kFloat8E4M3; });
+  const bool residual = !all_quantized(work, [](const Segment& s) { return s.residual_groups == 0; });
+  return bytes || residual ? 2 : 1;
 }
 
 // What the kernel must know of the work, and where in a block of bytes. Which segments share a shape does not depend on
@@ -539,10 +543,8 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   if (!host_cold && max_ctas == 0) {
     h.log_run = 0;
     grid.warps = warps_per_block(kDirection);
-    const bool residual = std::any_of(work.segments.begin(), work.segments.end(),
-                                      [](const Segment& s) { return s.residual_groups != 0; });
-    const int64_t tiles = std::clamp<int64_t>(h.total_tiles / (32 * multiprocessors), 1,
-                                              tiles_per_warp(kDirection, holds_bytes(work), residual));
+    const int64_t most = kDirection == Direction::kEncode ? tiles_per_warp(work) : 1;
+    const int64_t tiles = std::clamp<int64_t>(h.total_tiles / (32 * multiprocessors), 1, most);
     grid.blocks = (h.total_tiles + tiles * grid.warps - 1) / (tiles * grid.warps);
   }
   grid.blocks = std::min({grid.blocks, (h.total_tiles + grid.warps - 1) / grid.warps, kMaxBlocks});
@@ -586,7 +588,8 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   h.metadata.spots = reinterpret_cast<const Spot*>(scratch + known.spots_at);
   h.metadata.starts = reinterpret_cast<const uint32_t*>(scratch + known.starts_at);
   if (host_pairs) h.metadata.pairs = reinterpret_cast<const int32_t*>(scratch + known.pairs_at);
-  Inline<kDirection == Direction::kDecode ? kNothingInline : kSmallInline> none;
+  // The others ask `inlined`, which spares a kernel each.
+  Inline<kDirection == Direction::kDecode ? kNothingInline : kSmallInline> none{};
   launch<kDirection>(h, none, grid, device, stream);
 }
 
@@ -603,6 +606,8 @@ Direction direction_of(const PageWork& work, bool encode, bool host_cold) {
 }  // namespace
 
 int64_t page_scratch_bytes(const PageWork& work, bool host_pairs) {
+  const size_t segment = sizeof(Segment) + sizeof(Spot) + sizeof(uint32_t);
+  if (work.segments.size() * segment + static_cast<size_t>(work.pages) * 8 <= kLargeInline) return 0;
   const auto bytes = static_cast<int64_t>(Known(work, host_pairs).bytes);
   return bytes <= kLargeInline ? 0 : (bytes + 15) / 16 * 16;
 }

@@ -40,7 +40,7 @@ struct Tile {
   }
 };
 
-// A tile that is described where it was, and once.
+// A tile whose segment stays where the launch put it, in the kernel's parameters (decode_all).
 struct PlacedTile {
   const Segment& shape;
   Place place;
