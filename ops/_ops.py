@@ -234,6 +234,8 @@ def _(
     normalize: bool,
     width: int,
 ) -> torch.Tensor:
+    if not key_pools:
+        raise ValueError(f"{NAMESPACE}.triattention_score: key_pools must be at least one tensor, got none")
     heads = key_pools[0].shape[1]
     rows = {"union": 1, "per_head": heads, "per_layer_perhead": len(key_pools) * heads}
     if mode not in rows:

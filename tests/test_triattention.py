@@ -720,6 +720,10 @@ class TestErrors:
             ops.triattention_score(**given)
         assert str(raised.value).startswith(f"kvc.triattention_score: {text}")
 
+    def test_no_pools_while_tracing(self) -> None:
+        with pytest.raises(ValueError, match="key_pools must be at least one tensor, got none"):
+            torch.ops.kvc.triattention_score([], *Case().arguments("meta")[1:])
+
     def test_output_that_is_an_argument(self, device: torch.device) -> None:
         case = Case(dtype=FP32)
         arguments = case.arguments(device)
