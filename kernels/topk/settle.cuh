@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_marks(const __grid_c
     float sum = kNoFlags;
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum = fmaf(is_equal(x[j], value), 16 << j, sum);
-    return __float_as_uint(sum) & kEqual;
+    return __float_as_uint(sum) & 0xf0;  // and nothing of the exponent
   };
   const auto least_of_block = [&] {
     const uint32_t key = __reduce_min_sync(kAll, ordered_key(least));
