@@ -190,18 +190,6 @@ struct alignas(16) Segment {
   }
 };
 
-// Whether two segments that are not cut yet differ in nothing but where they lie. What is left out follows from the
-// rest.
-static_assert(sizeof(void*) != 8 || sizeof(Segment) == 176, "same_shape must know every field of a segment");
-inline bool same_shape(const Segment& a, const Segment& b) {
-  return a.hot_stride == b.hot_stride && a.data_stride == b.data_stride && a.scales_stride == b.scales_stride &&
-         a.row_pitch == b.row_pitch && a.units == b.units && a.units_per_row.divisor == b.units_per_row.divisor &&
-         a.residual_first == b.residual_first && a.residual_groups == b.residual_groups &&
-         a.before_units == b.before_units && a.gap_bytes == b.gap_bytes && a.global.encode == b.global.encode &&
-         a.global.decode == b.global.decode && a.nbytes == b.nbytes && a.padding_bytes == b.padding_bytes &&
-         a.kind == b.kind && a.dtype == b.dtype;
-}
-
 // Appends the one or two segments of a buffer. `hot` is the address of the buffer in slot 0; data, scales and lossless
 // are addresses in cold slot 0.
 struct ColdPointers {

@@ -1,10 +1,10 @@
 // The page moves on a GPU, without torch: one launch moves any number of buffers and pages.
 //
 // Warps are independent. The tiles of all pages are numbered through, and each warp walks its share of them, fetching
-// ahead of itself, or takes a single one (decode_all). What the kernel must know (shapes and places of segments, page
-// pairs) travels in the kernel's parameters, as few bytes as it can be, since they cost a launch time; if that is too
-// much, small kernels first carry it to a scratch tensor, in their parameters, so that nothing is copied from host
-// memory behind the caller's back and a captured graph keeps its values.
+// ahead of itself, or takes a single one (decode_all). What the kernel must know (segments and page pairs) travels
+// in the kernel's parameters; if that is too much, small kernels first carry it to a scratch tensor, in their
+// parameters, so that nothing is copied from host memory behind the caller's back and a captured graph keeps its
+// values.
 
 #include <algorithm>
 #include <cstring>
@@ -20,10 +20,9 @@
 namespace kvc::nvfp4 {
 namespace {
 
-constexpr int kSmallInline = 3904;       // with the header within 4 KiB: 72 segments and some forty pages
-constexpr int kLargeInline = 14 * 1024;  // 72 segments and some thirteen hundred pages
+constexpr int kSmallInline = 14 * 1024;  // 72 segments and some three hundred pages
+constexpr int kLargeInline = 31 * 1024;  // kernel parameters end at 32,764 bytes
 constexpr int kNothingInline = 16;       // everything is in device memory
-constexpr int kUploadBytes = 31 * 1024;  // kernel parameters end at 32,764 bytes
 
 enum class Direction {
   kEncode,
@@ -59,8 +58,7 @@ struct Walk {
   int64_t turn;        // how many of the warp's tiles are behind it
   int64_t page_begin;
   int64_t hot_slot, cold_slot;
-  uint8_t* padding;
-  uint32_t segment_begin, segment_end;
+  uint32_t segment_end;
   uint32_t count;   // visits so far
   Visit visits[2];  // the last two: at most two tiles are under way
 };
@@ -95,33 +93,18 @@ struct WarpMemory<Direction::kDecodeStaged> {
   alignas(16) uint8_t input[kStagedData + kStagedSlots];
 };
 
-// Where a segment lies in slot 0, and its shape, which it mostly shares with those of other layers.
-struct Spot {
-  uint8_t* hot;
-  uint8_t* data;
-  uint8_t* scales;
-  uint8_t* padding;
-  uint64_t shape;
-
-  __device__ __forceinline__ Place at(const Segment& s, int64_t hot_slot, int64_t cold_slot) const {
-    return {hot + hot_slot * s.hot_stride, data + cold_slot * s.data_stride, scales + cold_slot * s.scales_stride};
-  }
-};
-
-// The shapes, the spots, the first tile of each, packed for a quick search, and the page pairs.
+// The segments, where each starts (first_tile once more, packed for a quick search) and the page pairs.
 struct Metadata {
-  const Segment* shapes;
-  const Spot* spots;
+  const Segment* segments;
   const uint32_t* starts;
   const int32_t* pairs;  // null: slot i to slot i
 };
 
 struct Header {
   Metadata metadata;  // of what is not inlined
-  bool inlined;       // shapes, spots and starts; kDecode's kernels know it from their type
+  bool inlined;       // segments and starts; kDecode's kernels know it from their type
   bool inlined_pairs;
-  uint32_t spots_at;  // byte positions in the inlined block
-  uint32_t starts_at;
+  uint32_t starts_at;  // byte positions in the inlined block
   uint32_t pairs_at;
   int64_t pair_stride[2];
   int64_t pages;
@@ -138,8 +121,7 @@ template <int kBytes>
 struct Inline {
   alignas(16) uint8_t bytes[kBytes];
 };
-static_assert(sizeof(Header) + sizeof(Inline<kSmallInline>) <= 4096);
-static_assert(sizeof(Header) + sizeof(Inline<kUploadBytes>) <= 32764);
+static_assert(sizeof(Header) + sizeof(Inline<kLargeInline>) <= 32764);
 
 // The last segment that starts at or before `tile`; every lane looks at its share of the starts at once.
 __device__ __forceinline__ uint32_t find_segment(const Header& h, const uint32_t* starts, uint32_t tile,
@@ -162,11 +144,8 @@ struct Cursor {
   Walk& walk;
   uint32_t lane;
 
-  __device__ __forceinline__ const Segment* shapes() const {
-    return h.inlined ? reinterpret_cast<const Segment*>(inlined) : h.metadata.shapes;
-  }
-  __device__ __forceinline__ const Spot* spots() const {
-    return h.inlined ? reinterpret_cast<const Spot*>(inlined + h.spots_at) : h.metadata.spots;
+  __device__ __forceinline__ const Segment* segments() const {
+    return h.inlined ? reinterpret_cast<const Segment*>(inlined) : h.metadata.segments;
   }
   __device__ __forceinline__ const uint32_t* starts() const {
     return h.inlined ? reinterpret_cast<const uint32_t*>(inlined + h.starts_at) : h.metadata.starts;
@@ -215,16 +194,14 @@ struct Cursor {
       }
       count = walk.count + 1;
       Visit& visit = walk.visits[count & 1];
-      const Spot spot = spots()[segment];
       if (lane < sizeof(Segment) / 16)
-        reinterpret_cast<uint4*>(&visit.segment)[lane] = reinterpret_cast<const uint4*>(shapes() + spot.shape)[lane];
+        reinterpret_cast<uint4*>(&visit.segment)[lane] = reinterpret_cast<const uint4*>(segments() + segment)[lane];
       const uint32_t segment_end = segment + 1 < h.num_segments ? starts()[segment + 1] : h.tiles_per_page;
       __syncwarp();
       const Segment& s = visit.segment;
       if (lane == 0) {
-        visit.at = spot.at(s, hot_slot, cold_slot);
-        walk.padding = spot.padding + cold_slot * s.data_stride;
-        walk.segment_begin = starts()[segment];
+        visit.at = {s.hot + hot_slot * s.hot_stride, s.data + cold_slot * s.data_stride,
+                    s.scales + cold_slot * s.scales_stride};
         walk.page_begin = page_begin;
         walk.hot_slot = hot_slot;
         walk.cold_slot = cold_slot;
@@ -235,8 +212,9 @@ struct Cursor {
     }
     to.visit = &walk.visits[count & 1];
     const Segment& s = to.segment();
-    to.index = tile - walk.segment_begin;
-    if (kEncode && s.padding_bytes > 0 && to.index == 0 && lane < s.padding_bytes) walk.padding[lane] = 0;
+    to.index = tile - s.first_tile;
+    if (kEncode && s.padding_bytes > 0 && to.index == 0 && lane < s.padding_bytes)
+      s.padding[walk.cold_slot * s.data_stride + lane] = 0;
     __syncwarp();
     if (lane == 0) walk.turn = turn + 1;
     __syncwarp();
@@ -318,14 +296,13 @@ template <int kBytes>
 __device__ __forceinline__ void decode_all(const Header& h, const Inline<kBytes>& inlined,
                                            WarpMemory<Direction::kDecode>& memory, uint32_t warp, uint32_t lane) {
   constexpr bool kInlined = kBytes > kNothingInline;
-  const auto* shapes = kInlined ? reinterpret_cast<const Segment*>(inlined.bytes) : h.metadata.shapes;
-  const auto* spots = kInlined ? reinterpret_cast<const Spot*>(inlined.bytes + h.spots_at) : h.metadata.spots;
+  const auto* segments = kInlined ? reinterpret_cast<const Segment*>(inlined.bytes) : h.metadata.segments;
   const auto* starts = kInlined ? reinterpret_cast<const uint32_t*>(inlined.bytes + h.starts_at) : h.metadata.starts;
   const int64_t stride = int64_t{gridDim.x} * (blockDim.x / kWarp);
 #pragma unroll 1
   for (int64_t index = int64_t{blockIdx.x} * (blockDim.x / kWarp) + warp; index < h.total_tiles; index += stride) {
     const uint32_t segment = find_segment(h, starts, static_cast<uint32_t>(index / h.pages), lane);
-    const Segment& s = shapes[spots[segment].shape];
+    const Segment& s = segments[segment];
     const uint32_t tiles = (segment + 1 < h.num_segments ? starts[segment + 1] : h.tiles_per_page) - starts[segment];
     const int64_t within = index - starts[segment] * h.pages;
     const int64_t page = within / tiles;
@@ -338,12 +315,8 @@ __device__ __forceinline__ void decode_all(const Header& h, const Inline<kBytes>
       hot_slot = pair[0], cold_slot = pair[h.pair_stride[1]];
     }
     if (hot_slot < 0 || hot_slot >= h.hot_slots || cold_slot < 0 || cold_slot >= h.cold_slots) continue;
-    const auto placed = [&](uint32_t which) {
-      const Segment& shape = shapes[spots[which].shape];
-      return PlacedTile{shape, spots[which].at(shape, hot_slot, cold_slot),
-                        static_cast<uint32_t>(within - page * tiles)};
-    };
-    const PlacedTile tile = placed(segment), rest = placed(segment + s.joined);
+    const PlacedTile tile{s, hot_slot, cold_slot, static_cast<uint32_t>(within - page * tiles)};
+    const PlacedTile rest{segments[segment + s.joined], hot_slot, cold_slot, tile.index};
     const ColdRuns runs(tile);
     uint8_t* const scales = memory.input + (runs.data_bytes + 15) / 16 * 16;
     uint8_t* const copied = scales + (runs.scale_bytes + 15) / 16 * 16;
@@ -420,7 +393,7 @@ __global__ void __launch_bounds__(kWarpsPerHostBlock* kWarp, blocks_per_multipro
   }
 }
 
-__global__ void upload_kernel(uint8_t* to, int bytes, const __grid_constant__ Inline<kUploadBytes> payload) {
+__global__ void upload_kernel(uint8_t* to, int bytes, const __grid_constant__ Inline<kLargeInline> payload) {
   for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += static_cast<int>(blockDim.x) * 16)
     *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(payload.bytes + i);
 }
@@ -462,55 +435,22 @@ int64_t tiles_per_warp(const PageWork& work) {
   return bytes || residual ? 2 : 1;
 }
 
-// What the kernel must know of the work, and where in a block of bytes. Which segments share a shape does not depend on
-// how they are cut: a quantized range and the lossless rest of its rows, which may be cut as one, are looked at as one.
-struct Known {
-  std::vector<uint32_t> shape_of, first_of;  // of each segment, and the first segment of each shape
-  size_t spots_at = 0, starts_at = 0, pairs_at = 0, bytes = 0;
+// What the kernel must know of the work: the segments, where each starts, and host pairs.
+size_t starts_at(const PageWork& work) { return work.segments.size() * sizeof(Segment); }
+size_t pairs_at(const PageWork& work) { return starts_at(work) + work.segments.size() * sizeof(uint32_t); }
+size_t metadata_bytes(const PageWork& work, bool host_pairs) {
+  return pairs_at(work) + (host_pairs ? static_cast<size_t>(work.pages) * 8 : 0);
+}
 
-  Known(const PageWork& work, bool host_pairs) {
-    const std::vector<Segment>& all = work.segments;
-    const auto whole = [&](size_t i) {
-      return all[i].kind == SegmentKind::kQuantize && i + 1 < all.size() && all[i + 1].kind == SegmentKind::kRows;
-    };
-    constexpr size_t kLookedThrough = 8;  // a layer's shapes, rather than all of a layout without order
-    shape_of.reserve(all.size());
-    for (size_t i = 0; i < all.size(); i += 1 + whole(i)) {
-      const size_t oldest = first_of.size() - std::min(first_of.size(), kLookedThrough);
-      size_t shape = first_of.size();
-      while (shape-- > oldest) {
-        const size_t j = first_of[shape];
-        if (same_shape(all[i], all[j]) && whole(i) == whole(j) && (!whole(i) || same_shape(all[i + 1], all[j + 1])))
-          break;
-      }
-      const bool found = shape + 1 > oldest;
-      for (size_t part = 0; part <= whole(i); ++part) {
-        shape_of.push_back(static_cast<uint32_t>(found ? shape + part : first_of.size()));
-        if (!found) first_of.push_back(static_cast<uint32_t>(i + part));
-      }
-    }
-    spots_at = first_of.size() * sizeof(Segment);
-    starts_at = spots_at + all.size() * sizeof(Spot);
-    pairs_at = starts_at + all.size() * sizeof(uint32_t);
-    bytes = pairs_at + (host_pairs ? static_cast<size_t>(work.pages) * 8 : 0);
-  }
-};
-
-void write_metadata(const PageWork& work, const Known& known, bool host_pairs, uint8_t* to) {
-  auto* shapes = reinterpret_cast<Segment*>(to);
-  for (const uint32_t i : known.first_of) *shapes++ = work.segments[i];
-  auto* spots = reinterpret_cast<Spot*>(to + known.spots_at);
-  auto* starts = reinterpret_cast<uint32_t*>(to + known.starts_at);
-  for (size_t i = 0; i < work.segments.size(); ++i) {
-    const Segment& s = work.segments[i];
-    spots[i] = {s.hot, s.data, s.scales, s.padding, known.shape_of[i]};
-    starts[i] = s.first_tile;
-  }
+void write_metadata(const PageWork& work, bool host_pairs, uint8_t* to) {
+  std::memcpy(to, work.segments.data(), starts_at(work));
+  auto* starts = reinterpret_cast<uint32_t*>(to + starts_at(work));
+  for (const Segment& s : work.segments) *starts++ = s.first_tile;
   if (!host_pairs) return;
   struct Pair {
     int32_t dst, src;
   };
-  auto* pairs = reinterpret_cast<Pair*>(to + known.pairs_at);
+  auto* pairs = reinterpret_cast<Pair*>(to + pairs_at(work));
   for (int64_t i = 0; i < work.pages; ++i) {
     const int32_t* pair = work.pairs + i * work.pair_stride[0];
     pairs[i] = {pair[0], pair[work.pair_stride[1]]};
@@ -524,7 +464,6 @@ template <Direction kDirection>
 void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int multiprocessors, uint8_t* scratch,
          int device, cudaStream_t stream) {
   Header h{};
-  const Known known(work, host_pairs);
   TileLimits limits = tile_limits(kDirection);
   Grid grid{max_ctas > 0 ? max_ctas : kHostBlocks, kWarpsPerHostBlock};
   if (!host_cold) {
@@ -558,36 +497,37 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   h.pair_stride[0] = host_pairs ? 2 : work.pair_stride[0];
   h.pair_stride[1] = host_pairs ? 1 : work.pair_stride[1];
 
-  const auto inline_and_launch = [&](auto&& inlined) {
+  const size_t bytes = metadata_bytes(work, host_pairs);
+  if (bytes <= kLargeInline) {
     h.inlined = true;
     h.inlined_pairs = host_pairs;
-    h.spots_at = static_cast<uint32_t>(known.spots_at);
-    h.starts_at = static_cast<uint32_t>(known.starts_at);
-    h.pairs_at = static_cast<uint32_t>(known.pairs_at);
-    write_metadata(work, known, host_pairs, inlined.bytes);
-    launch<kDirection>(h, inlined, grid, device, stream);
-  };
-  if (known.bytes <= kSmallInline) {
-    Inline<kSmallInline> small;
-    return inline_and_launch(small);
+    h.starts_at = static_cast<uint32_t>(starts_at(work));
+    h.pairs_at = static_cast<uint32_t>(pairs_at(work));
+    const auto inline_and_launch = [&](auto&& inlined) {
+      write_metadata(work, host_pairs, inlined.bytes);
+      launch<kDirection>(h, inlined, grid, device, stream);
+    };
+    if (bytes <= kSmallInline) {
+      Inline<kSmallInline> small;
+      inline_and_launch(small);
+    } else {
+      Inline<kLargeInline> large;
+      inline_and_launch(large);
+    }
+    return;
   }
-  if (known.bytes <= kLargeInline) {
-    Inline<kLargeInline> large;
-    return inline_and_launch(large);
-  }
-  std::vector<uint8_t> all(known.bytes);
-  write_metadata(work, known, host_pairs, all.data());
-  Inline<kUploadBytes> payload;
-  for (size_t done = 0; done < all.size(); done += kUploadBytes) {
-    const size_t part = std::min<size_t>(all.size() - done, kUploadBytes);
+  std::vector<uint8_t> all(bytes);
+  write_metadata(work, host_pairs, all.data());
+  Inline<kLargeInline> payload;
+  for (size_t done = 0; done < bytes; done += kLargeInline) {
+    const size_t part = std::min<size_t>(bytes - done, kLargeInline);
     std::memcpy(payload.bytes, all.data() + done, part);
     upload_kernel<<<1, 512, 0, stream>>>(scratch + done, static_cast<int>(part), payload);
     cuda_check(cudaGetLastError(), "upload_kernel");
   }
-  h.metadata.shapes = reinterpret_cast<const Segment*>(scratch);
-  h.metadata.spots = reinterpret_cast<const Spot*>(scratch + known.spots_at);
-  h.metadata.starts = reinterpret_cast<const uint32_t*>(scratch + known.starts_at);
-  if (host_pairs) h.metadata.pairs = reinterpret_cast<const int32_t*>(scratch + known.pairs_at);
+  h.metadata.segments = reinterpret_cast<const Segment*>(scratch);
+  h.metadata.starts = reinterpret_cast<const uint32_t*>(scratch + starts_at(work));
+  if (host_pairs) h.metadata.pairs = reinterpret_cast<const int32_t*>(scratch + pairs_at(work));
   // The others ask `inlined`, which spares a kernel each.
   Inline<kDirection == Direction::kDecode ? kNothingInline : kSmallInline> none{};
   launch<kDirection>(h, none, grid, device, stream);
@@ -606,9 +546,7 @@ Direction direction_of(const PageWork& work, bool encode, bool host_cold) {
 }  // namespace
 
 int64_t page_scratch_bytes(const PageWork& work, bool host_pairs) {
-  const size_t segment = sizeof(Segment) + sizeof(Spot) + sizeof(uint32_t);
-  if (work.segments.size() * segment + static_cast<size_t>(work.pages) * 8 <= kLargeInline) return 0;
-  const auto bytes = static_cast<int64_t>(Known(work, host_pairs).bytes);
+  const auto bytes = static_cast<int64_t>(metadata_bytes(work, host_pairs));
   return bytes <= kLargeInline ? 0 : (bytes + 15) / 16 * 16;
 }
 

@@ -42,12 +42,14 @@ struct Tile {
 
 // A tile whose segment stays where the launch put it, in the kernel's parameters (decode_all).
 struct PlacedTile {
-  const Segment& shape;
-  Place place;
+  const Segment& in;
+  int64_t hot_slot, cold_slot;
   uint32_t index;
 
-  __device__ __forceinline__ const Segment& segment() const { return shape; }
+  __device__ __forceinline__ const Segment& segment() const { return in; }
   __device__ __forceinline__ Place at() const {
+    const Place place{in.hot + hot_slot * in.hot_stride, in.data + cold_slot * in.data_stride,
+                      in.scales + cold_slot * in.scales_stride};
     __builtin_assume(__isGlobal(place.hot));
     __builtin_assume(__isGlobal(place.data));
     __builtin_assume(__isGlobal(place.scales));
