@@ -36,7 +36,7 @@ test: check
 format: $(VENV)/installed-dev
 	$(BIN)/python -m ruff check --fix .
 	$(BIN)/python -m ruff format .
-	find include kernels bench examples -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \
+	find include kernels bench examples tests -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp' \
 	| xargs $(BIN)/python -c 'import clang_format; clang_format.clang_format()' -i
 
 bench: $(VENV)/installed-dev

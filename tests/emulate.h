@@ -1,0 +1,205 @@
+// Runs CUDA C++ kernels on a CPU, for what a machine without a GPU can show of them: a thread is a fiber, barriers and
+// warp-wide instructions switch between fibers. No proof of the GPU: a race shows only if the order of warps, which is
+// random here, brings it out. The test that compiles it takes the inline PTX out of the sources.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+#include <vector>
+
+#undef __shared__
+#define __shared__ static
+#undef __launch_bounds__
+#define __launch_bounds__(...)
+#define __grid_constant__
+
+namespace emulate {
+
+struct Fiber {
+  ucontext_t context;
+  std::vector<char> stack;
+  bool done;
+};
+
+// What the lanes of a warp bring to an instruction, and what they brought to the last one.
+struct Warp {
+  uint32_t in[32], out[32];
+  int arrived = 0;
+  uint64_t turn = 0;
+};
+
+alignas(64) inline uint8_t dynamic_shared[1 << 18];
+inline std::vector<Fiber> fibers;
+inline std::vector<Warp> warps;
+inline ucontext_t scheduler;
+inline std::function<void()> kernel;
+inline unsigned thread, block, threads, arrived;
+inline uint64_t turn, progress;
+
+inline void yield() { swapcontext(&fibers[thread].context, &scheduler); }
+
+inline const uint32_t (&exchange(uint32_t value))[32] {
+  Warp& warp = warps[thread / 32];
+  const uint64_t mine = warp.turn;
+  warp.in[thread % 32] = value;
+  ++progress;
+  if (++warp.arrived == 32) {
+    std::copy(warp.in, warp.in + 32, warp.out);
+    warp.arrived = 0;
+    ++warp.turn;
+  } else {
+    while (warp.turn == mine) yield();
+  }
+  return warp.out;
+}
+
+inline void barrier() {
+  const uint64_t mine = turn;
+  ++progress;
+  if (++arrived == threads) {
+    arrived = 0;
+    ++turn;
+  } else {
+    while (turn == mine) yield();
+  }
+}
+
+inline void start() {
+  kernel();
+  fibers[thread].done = true;
+  ++progress;
+  while (true) yield();
+}
+
+// One block of `count` threads.
+inline void run(unsigned count, unsigned block_index, std::function<void()> body) {
+  threads = count, block = block_index, kernel = std::move(body), arrived = 0;
+  warps.assign(count / 32, {});
+  fibers.resize(count);
+  for (Fiber& fiber : fibers) {
+    fiber.done = false;
+    fiber.stack.resize(128 << 10);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack = {fiber.stack.data(), 0, fiber.stack.size()};
+    makecontext(&fiber.context, start, 0);
+  }
+  for (unsigned left = count; left > 0;) {
+    const uint64_t before = progress;
+    const unsigned first = static_cast<unsigned>(rand()) % (count / 32) * 32;
+    for (unsigned i = 0; i < count; ++i) {
+      thread = (first + i) % count;
+      if (fibers[thread].done) continue;
+      swapcontext(&scheduler, &fibers[thread].context);
+      left -= fibers[thread].done;
+    }
+    if (progress == before && left > 0) {
+      printf("%u threads wait for ever\n", left);
+      exit(2);
+    }
+  }
+}
+
+struct Index {
+  unsigned x;
+};
+
+}  // namespace emulate
+
+#define threadIdx (emulate::Index{emulate::thread})
+#define blockIdx (emulate::Index{emulate::block})
+#define __syncthreads() emulate::barrier()
+#define __syncwarp() emulate::exchange(0)
+
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t value) {
+  uint32_t sum = 0;
+  for (const uint32_t x : emulate::exchange(value)) sum += x;
+  return sum;
+}
+inline uint32_t __reduce_min_sync(uint32_t, uint32_t value) {
+  const auto& all = emulate::exchange(value);
+  return *std::min_element(all, all + 32);
+}
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t value) {
+  const auto& all = emulate::exchange(value);
+  return *std::max_element(all, all + 32);
+}
+inline uint32_t __shfl_sync(uint32_t, uint32_t value, int lane) { return emulate::exchange(value)[lane & 31]; }
+inline uint32_t __shfl_up_sync(uint32_t, uint32_t value, unsigned delta) {
+  const auto& all = emulate::exchange(value);
+  const unsigned lane = emulate::thread % 32;
+  return lane >= delta ? all[lane - delta] : value;
+}
+inline uint32_t __ballot_sync(uint32_t, bool value) {
+  uint32_t bits = 0, lane = 0;
+  for (const uint32_t x : emulate::exchange(value)) bits |= x << lane++;
+  return bits;
+}
+
+template <typename To, typename From>
+To as(From value) {
+  To result;
+  memcpy(&result, &value, sizeof(To));
+  return result;
+}
+inline float __uint_as_float(uint32_t x) { return as<float>(x); }
+inline float __int_as_float(int32_t x) { return as<float>(x); }
+inline uint32_t __float_as_uint(float x) { return as<uint32_t>(x); }
+inline float __saturatef(float x) { return x > 0 ? std::min(x, 1.0f) : 0.0f; }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
+inline int __clz(uint32_t x) { return x != 0 ? __builtin_clz(x) : 32; }
+inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t both = a | static_cast<uint64_t>(b) << 32;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
+}
+template <typename T>
+T __ldg(const T* p) {
+  return *p;
+}
+template <typename A, typename B>
+std::common_type_t<A, B> min(A a, B b) {
+  return std::min<std::common_type_t<A, B>>(a, b);
+}
+template <typename A, typename B>
+std::common_type_t<A, B> max(A a, B b) {
+  return std::max<std::common_type_t<A, B>>(a, b);
+}
+
+// Fibers do not interrupt each other.
+template <typename T, typename V>
+T atomicAdd(T* p, V value) {
+  const T before = *p;
+  *p = before + static_cast<T>(value);
+  return before;
+}
+template <typename T, typename V>
+T atomicMin(T* p, V value) {
+  const T before = *p;
+  *p = std::min(before, static_cast<T>(value));
+  return before;
+}
+template <typename T, typename V>
+T atomicMax(T* p, V value) {
+  const T before = *p;
+  *p = std::max(before, static_cast<T>(value));
+  return before;
+}
+template <typename T, typename V>
+T atomicOr(T* p, V value) {
+  const T before = *p;
+  *p = before | static_cast<T>(value);
+  return before;
+}
