@@ -1,6 +1,6 @@
 // Runs CUDA C++ kernels on a CPU, for what a machine without a GPU can show of them: a thread is a fiber, barriers and
 // warp-wide instructions switch between fibers. No proof of the GPU: a race shows only if the order of warps, which is
-// random here, brings it out. The test that compiles it takes the inline PTX out of the sources.
+// random here, brings it out. emulate.py takes the inline PTX out of the sources.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -23,6 +23,9 @@
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #define __grid_constant__
+#define __noinline__
+#define __isGlobal(pointer) true
+#define __builtin_assume(condition)
 
 namespace emulate {
 
@@ -44,7 +47,7 @@ inline std::vector<Fiber> fibers;
 inline std::vector<Warp> warps;
 inline ucontext_t scheduler;
 inline std::function<void()> kernel;
-inline unsigned thread, block, threads, arrived;
+inline unsigned thread, block, threads, blocks, arrived;
 inline uint64_t turn, progress;
 
 inline void yield() { swapcontext(&fibers[thread].context, &scheduler); }
@@ -82,9 +85,8 @@ inline void start() {
   while (true) yield();
 }
 
-// One block of `count` threads.
-inline void run(unsigned count, unsigned block_index, std::function<void()> body) {
-  threads = count, block = block_index, kernel = std::move(body), arrived = 0;
+inline void run_block(unsigned count) {
+  arrived = 0;
   warps.assign(count / 32, {});
   fibers.resize(count);
   for (Fiber& fiber : fibers) {
@@ -110,6 +112,23 @@ inline void run(unsigned count, unsigned block_index, std::function<void()> body
   }
 }
 
+// A grid, one block after the other.
+inline void run(unsigned block_count, unsigned thread_count, std::function<void()> body) {
+  blocks = block_count, threads = thread_count, kernel = std::move(body);
+  for (block = 0; block < blocks; ++block) run_block(threads);
+}
+
+// PTX's: a selector's high bit spreads the sign of the byte.
+inline uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
+  const uint64_t both = a | static_cast<uint64_t>(b) << 32;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t which = selector >> 4 * i & 15, byte = static_cast<uint32_t>(both >> (which & 7) * 8 & 0xff);
+    result |= (which < 8 ? byte : byte < 128 ? 0 : 0xff) << 8 * i;
+  }
+  return result;
+}
+
 struct Index {
   unsigned x;
 };
@@ -118,6 +137,8 @@ struct Index {
 
 #define threadIdx (emulate::Index{emulate::thread})
 #define blockIdx (emulate::Index{emulate::block})
+#define blockDim (emulate::Index{emulate::threads})
+#define gridDim (emulate::Index{emulate::blocks})
 #define __syncthreads() emulate::barrier()
 #define __syncwarp() emulate::exchange(0)
 
@@ -160,10 +181,22 @@ inline int __popc(uint32_t x) { return __builtin_popcount(x); }
 inline int __ffs(uint32_t x) { return __builtin_ffs(static_cast<int>(x)); }
 inline int __clz(uint32_t x) { return x != 0 ? __builtin_clz(x) : 32; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
-  const uint64_t both = a | static_cast<uint64_t>(b) << 32;
-  uint32_t result = 0;
-  for (int i = 0; i < 4; ++i) result |= static_cast<uint32_t>(both >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
-  return result;
+  return emulate::prmt(a, b, selector & 0x7777);
+}
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline __half2 __hfma2(__half2 a, __half2 b, __half2 c) {
+  const auto fma = [](__half x, __half y, __half z) {
+    return __double2half(static_cast<double>(__half2float(x)) * __half2float(y) + __half2float(z));
+  };
+  return {fma(a.x, b.x, c.x), fma(a.y, b.y, c.y)};
+}
+inline __nv_bfloat162 __hfma2(__nv_bfloat162 a, __nv_bfloat162 b, __nv_bfloat162 c) {
+  const auto fma = [](__nv_bfloat16 x, __nv_bfloat16 y, __nv_bfloat16 z) {
+    return __double2bfloat16(static_cast<double>(__bfloat162float(x)) * __bfloat162float(y) + __bfloat162float(z));
+  };
+  return {fma(a.x, b.x, c.x), fma(a.y, b.y, c.y)};
 }
 template <typename T>
 T __ldg(const T* p) {

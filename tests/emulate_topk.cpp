@@ -94,9 +94,8 @@ bool agrees(const Kernel& kernel) {
   const Problem problem{scores, stride, lengths.data(), bases.data(), out.data(), k, width, 0, 0};
   const Settlement settlement{problem, wide ? static_cast<const void*>(named_wide.data()) : named.data(), wide};
   std::fill(std::begin(emulate::dynamic_shared), std::end(emulate::dynamic_shared), 0xEE);
-  for (int row = 0; row < rows; ++row)
-    emulate::run(static_cast<unsigned>(kernel.threads), static_cast<unsigned>(row),
-                 [&] { kernel.settle ? kernel.settle(settlement) : kernel.select(problem); });
+  emulate::run(static_cast<unsigned>(rows), static_cast<unsigned>(kernel.threads),
+               [&] { kernel.settle ? kernel.settle(settlement) : kernel.select(problem); });
   const bool right =
       std::equal(expected.begin(), expected.end(), out.begin()) &&
       std::all_of(out.begin() + static_cast<ptrdiff_t>(cells), out.end(), [](int32_t x) { return x == kSentinel; });

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
+import emulate
 import kvc
 import pytest
 import torch
@@ -1108,3 +1110,39 @@ class TestCuda:
             cold.fill_(0xFF)
             kvc.encode_pages_(cold, pools, pairs, layout.table, layout.scales)
             assert torch.equal(cold, first)
+
+
+class TestEmulated:
+    """The page kernels on a CPU: what they move where, and no proof of the GPU."""
+
+    LAUNCHES = (
+        (
+            r'void\* parameters\[\] = .*?"move_pages_kernel"\);',
+            "emulate::run(grid.blocks, grid.warps * kWarp, [&] { kernel(h, inlined); });",
+        ),
+        (r"upload_kernel<<<.*?>>>\(scratch \+ done, .*?\);", "memcpy(scratch + done, payload.bytes, part);"),
+        (r"cudaFuncSetAttribute\([^;]*?\)(?=,)", "cudaSuccess"),
+        (r"cudaGetLastError\(\)", "cudaSuccess"),
+    )
+    DEVICE = """#pragma once
+namespace kvc {
+extern int multiprocessors;
+constexpr int kMaxDevices = 1;
+struct DeviceFacts {
+  int multiprocessors;
+};
+inline DeviceFacts device_facts(const char*, int, const void*) { return {multiprocessors}; }
+inline void cuda_check(cudaError_t, const char*) {}
+}  // namespace kvc
+"""
+
+    def test_against_the_cpu(self, tmp_path: Path) -> None:
+        program = emulate.build(
+            tmp_path,
+            "nvfp4",
+            "emulate_pages",
+            compiled=["kernels/nvfp4/tiles_cpu.cpp"],
+            replaced=self.LAUNCHES,
+            headers={"common/device.h": self.DEVICE},
+        )
+        emulate.run(program, 1000, 1)

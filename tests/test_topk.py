@@ -7,14 +7,13 @@ lengths that are not those of the memory, and state left behind by the row or th
 from __future__ import annotations
 
 import os
-import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import emulate
 import kvc
 import pytest
 import torch
@@ -736,34 +735,7 @@ def test_triton_kernels_under_the_interpreter() -> None:
 
 
 class TestEmulated:
-    """The C++ kernels on a CPU, where a thread is a fiber: what they compute, and no proof of the GPU."""
+    """The C++ kernels on a CPU: what they compute, and no proof of the GPU."""
 
-    ROOT = Path(__file__).parents[1]
-    PTX = (  # what the sources say in PTX, and the few words of CUDA that mean something else there
-        (r'asm volatile\("" : "\+f"\(\w+\)(, "\+f"\(\w+\))?\);', ";"),
-        (r'asm\("set\.gt\.f32\.f32 .*\);', "r = a > b ? 1.0f : 0.0f;"),
-        (r'asm\("set\.ge\.f32\.f32 .*\);', "r = a >= b ? 1.0f : 0.0f;"),
-        (r'asm\("set\.eq\.f32\.f32 .*\);', "r = a == b ? 1.0f : 0.0f;"),
-        (r"extern __shared__ .* marks\[\];", "uint8_t* const marks = emulate::dynamic_shared;"),
-        (r"__shared__ (alignas\(\d+\))", r"\1 __shared__"),
-    )
-
-    @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
     def test_against_a_stable_sort(self, tmp_path: Path) -> None:
-        nvcc = shutil.which("nvcc")
-        homes = [*([Path(nvcc).resolve().parents[1]] if nvcc else []), Path("/usr/local/cuda")]
-        headers = next((h / "include" for h in homes if (h / "include" / "cuda_fp16.h").is_file()), None)
-        if headers is None:
-            pytest.skip("needs CUDA's headers")
-        (tmp_path / "topk").mkdir()
-        for source in (self.ROOT / "kernels" / "topk").glob("*.*h"):
-            text = source.read_text()
-            for pattern, replacement in self.PTX:
-                text = re.sub(pattern, replacement, text)
-            (tmp_path / "topk" / source.name).write_text(text)
-        program = tmp_path / "emulate_topk"
-        tests = self.ROOT / "tests"
-        command = ["g++", "-std=c++20", "-O2", f"-I{tmp_path}", f"-I{tests}", f"-isystem{headers}"]
-        subprocess.run([*command, str(tests / "emulate_topk.cpp"), "-o", str(program)], check=True)
-        result = subprocess.run([program, "660", "1"], capture_output=True, text=True, check=False)
-        assert result.returncode == 0, result.stdout
+        emulate.run(emulate.build(tmp_path, "topk", "emulate_topk"), 660, 1)
