@@ -209,15 +209,6 @@ def idle_rows(copy: float) -> list[Row]:
     return rows
 
 
-def peak(run: Callable[[], None]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 def baseline_rows(copy: float) -> list[Row]:
     rows = []
     for requests in (1, 32):
@@ -225,11 +216,11 @@ def baseline_rows(copy: float) -> list[Row]:
         run, moved = case.ordered()
         name = f"side by side, {requests} requests"
         ours = common.rate(moved, common.gpu_times(run, repeats=repeats(requests)))
-        rows.append(row(f"{name}: kvc", ours, copy, peak_bytes=peak(run)))
+        rows.append(row(f"{name}: kvc", ours, copy, peak_bytes=common.peak(run)))
         for way, gather in case.gather_and_copy_back().items():
             cupy = way == "CuPy"  # its allocator is its own: no graph, no peak
             theirs = common.rate(moved, common.gpu_times(gather, repeats=7, graph=not cupy))
-            extra = {} if cupy else {"peak_bytes": peak(gather)}
+            extra = {} if cupy else {"peak_bytes": common.peak(gather)}
             rows.append(row(f"{name}: {way}", theirs, copy, of_kvc=theirs["us"] / ours["us"], **extra))
         if not optional("cupy"):
             rows.append({"case": f"{name}: CuPy", "refuses": "not installed"})

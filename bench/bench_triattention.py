@@ -129,15 +129,6 @@ def repeats(case: Case) -> int:
     return 15 if case.nbytes > common.GIB else 30
 
 
-def peak(run: Callable[[], Any]) -> int:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    run()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
 VARIANTS: dict[str, tuple[dict[str, Any], float | None]] = {
     "union, 32 requests x 2,176": ({"requests": 32}, 0.65),
     "union, 1 request x 32,768": ({"requests": 1, "tokens": 32_768}, 0.65),
@@ -170,7 +161,7 @@ def score_rows(ceiling: float, only: str, prefix: str = "") -> list[Row]:
         run = case.score()
         times = common.gpu_times(run, repeats=repeats(case))
         rows.append(row(prefix + name, common.rate(case.nbytes, times), ceiling, None if prefix else bar))
-        rows[-1]["peak_bytes"] = peak(run)
+        rows[-1]["peak_bytes"] = common.peak(run)
         del case, run
         torch.cuda.empty_cache()
     return rows
@@ -206,14 +197,14 @@ def peer_rows(ceiling: float, compiled: bool) -> list[Row]:
         scored = ours()
         base = common.rate(case.nbytes, common.gpu_times(ours, repeats=repeats(case)))
         name = f"side by side, {mode}, {requests} x 2,176"
-        rows.append(row(f"{name}: kvc", base, ceiling, peak_bytes=peak(ours)))
+        rows.append(row(f"{name}: kvc", base, ceiling, peak_bytes=common.peak(ours)))
         for dtype in (torch.float32, BF16):
             for with_compile in (False, True) if compiled and mode == "union" and requests > 1 else (False,):
                 run = case.gather_and_einsum(dtype, with_compile)
                 off = float((run() - scored).abs().max())
                 theirs = common.rate(case.nbytes, common.gpu_times(run, repeats=7))
                 extra = {
-                    "peak_bytes": peak(run),
+                    "peak_bytes": common.peak(run),
                     "of_kvc": theirs["us"] / base["us"],
                     "largest_difference": off,
                 }

@@ -105,6 +105,16 @@ def host_times(run: Callable[[], Any], repeats: int = 300, warmup: int = 20) -> 
     return times
 
 
+def peak(run: Callable[[], Any]) -> int:
+    """Bytes of GPU memory that ``run`` needs beside what is allocated already."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def summary(times: Sequence[float]) -> dict[str, float]:
     ordered = sorted(times)
     return {

@@ -212,27 +212,25 @@ std::common_type_t<A, B> max(A a, B b) {
 }
 
 // Fibers do not interrupt each other.
+template <typename T, typename V, typename Join>
+T exchange_with(T* p, V value, Join&& join) {
+  const T before = *p;
+  *p = join(before, static_cast<T>(value));
+  return before;
+}
 template <typename T, typename V>
 T atomicAdd(T* p, V value) {
-  const T before = *p;
-  *p = before + static_cast<T>(value);
-  return before;
+  return exchange_with(p, value, [](T a, T b) { return a + b; });
 }
 template <typename T, typename V>
 T atomicMin(T* p, V value) {
-  const T before = *p;
-  *p = std::min(before, static_cast<T>(value));
-  return before;
+  return exchange_with(p, value, [](T a, T b) { return std::min(a, b); });
 }
 template <typename T, typename V>
 T atomicMax(T* p, V value) {
-  const T before = *p;
-  *p = std::max(before, static_cast<T>(value));
-  return before;
+  return exchange_with(p, value, [](T a, T b) { return std::max(a, b); });
 }
 template <typename T, typename V>
 T atomicOr(T* p, V value) {
-  const T before = *p;
-  *p = before | static_cast<T>(value);
-  return before;
+  return exchange_with(p, value, [](T a, T b) { return a | b; });
 }
