@@ -261,16 +261,13 @@ def packing_rows() -> list[Row]:
 
 def host_rows() -> list[Row]:
     case = Case(1, budget=64, evicted=8)
-    rows: list[Row] = []
     runs: dict[str, Callable[[], Any]] = {
         "compact_pages_, 36 layers": case.ordered()[0],
         "compact_pages_ with destinations, 36 layers": case.fill()[0],
         "pack_move_sources": case.pack(),
         "pack_fill_moves": case.pack_fill(),
     }
-    for name, run in runs.items():
-        rows.append({"case": f"host cost: {name}", **common.summary(common.host_times(run)), "bar_us": 15.0})
-    return rows
+    return common.host_rows(runs, bar_us=15)
 
 
 def cpu_rows() -> list[Row]:

@@ -444,22 +444,12 @@ def host_rows() -> list[Row]:
     case = Case(qwen(BF16), hot_bytes=64 << 20)
     arguments = (case.cold, case.pools, case.pairs[:1].contiguous(), case.layout.table, case.layout.scales)
     default = torch.ops.kvc.encode_pages_.default
-    empty = arguments[2][:0]
-    return [
-        {
-            "case": "host cost, 72 pools: kvc.encode_pages_",
-            **common.summary(common.host_times(case.encode(pages=1))),
-            "bar": 30,
-        },
-        {
-            "case": "host cost, 72 pools: torch.ops",
-            **common.summary(common.host_times(lambda: default(*arguments))),
-        },
-        {
-            "case": "host cost, 72 pools, no pages (checks only)",
-            **common.summary(common.host_times(lambda: default(*arguments[:2], empty, *arguments[3:]))),
-        },
-    ]
+    runs = {
+        "encode_pages_, 72 pools": case.encode(pages=1),
+        "decode_pages_, 72 pools": case.decode(pages=1),
+        "torch.ops.kvc.encode_pages_, 72 pools": lambda: default(*arguments),
+    }
+    return common.host_rows(runs, bar_us=30)
 
 
 def cpu_rows() -> list[Row]:

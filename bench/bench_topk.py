@@ -159,6 +159,8 @@ def case_row(case: Case, peers: Peers | None, read_us: float, settle: bool) -> R
             raise SystemExit(f"settle_ties is wrong: {case.name}")
         row["settle_us"] = times_of(run)["us"]
         row["settle_of_read"] = row["settle_us"] / floor_us
+        # It also reads the other answer and writes its own: no kernel does with less.
+        row["settle_bytes_of_read"] = 1 + 2 * case.rows * case.k * 4 / case.nbytes
     return row
 
 
@@ -182,10 +184,7 @@ def host_rows() -> list[Row]:
         "settle_ties": lambda: kvc.settle_ties(case.values, case.limits, provisional),
         "torch.topk": lambda: case.values.topk(512),
     }
-    return [
-        {"case": f"host: {n}", **common.summary(common.host_times(r)), "bar_us": 10.0}
-        for n, r in runs.items()
-    ]
+    return common.host_rows(runs, bar_us=10, others=["torch.topk"])
 
 
 def cpu_rows() -> list[Row]:

@@ -233,18 +233,15 @@ def phase_rows() -> list[Row]:
 
 
 def host_rows() -> list[Row]:
-    rows: list[Row] = []
-    for name, changes in {
-        "union": {},
-        "per_head": {"mode": "per_head", "normalize": False},
-        "per_layer_perhead": {"mode": "per_layer_perhead", "normalize": False},
-    }.items():
-        case = Case(1, tokens=64, **changes)  # type: ignore[arg-type]
-        times = common.host_times(case.score())
-        rows.append({"case": f"host cost: {name}, 36 layers", **common.summary(times), "bar_us": 30.0})
-    times = common.host_times(partial(kvc.mean_phase, *case.phase_arguments))
-    rows.append({"case": "host cost: mean_phase", **common.summary(times)})
-    return rows
+    cases = {
+        mode: Case(1, tokens=64, mode=mode, normalize=mode == "union")
+        for mode in ("union", "per_head", "per_layer_perhead")
+    }
+    runs: dict[str, Callable[[], Any]] = {
+        f"triattention_score, {mode}, 36 layers": case.score() for mode, case in cases.items()
+    }
+    runs["mean_phase"] = partial(kvc.mean_phase, *cases["union"].phase_arguments)
+    return common.host_rows(runs, bar_us=30)
 
 
 def cpu_rows() -> list[Row]:

@@ -23,6 +23,7 @@ GIB = 1 << 30
 Times = list[float]
 Row = dict[str, Any]
 Parts = Mapping[str, Callable[[], list[Row]]]  # what a family can measure, by name
+HOST_YARDSTICK = "torch.add of one element"
 CPU_PARTS = ("cpu",)  # those that need no GPU
 
 
@@ -103,6 +104,21 @@ def host_times(run: Callable[[], Any], repeats: int = 300, warmup: int = 20) -> 
         if index >= warmup:
             times.append((perf_counter_ns() - start) / 1e3)
     return times
+
+
+def host_rows(runs: Mapping[str, Callable[[], Any]], bar_us: float, others: Iterable[str] = ()) -> list[Row]:
+    """Host time of calls, and of a small one of PyTorch's at the same moment, as CPUs change their pace. No bar holds
+    for the others."""
+    one = torch.zeros(1, device="cuda" if torch.cuda.is_available() else "cpu")
+    found = {HOST_YARDSTICK: lambda: torch.add(one, 1), **runs}
+    return [
+        {
+            "case": f"host: {name}",
+            **summary(host_times(run)),
+            "bar_us": None if name == HOST_YARDSTICK or name in others else bar_us,
+        }
+        for name, run in found.items()
+    ]
 
 
 def peak(run: Callable[[], Any]) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.common import Row
+from bench.common import HOST_YARDSTICK, Row
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,9 +82,16 @@ def pinned(run: Run) -> Lines:
         if case.endswith(", 16 CTAs")
         for name in [case.removesuffix(", 16 CTAs")]
     ]
-    return markdown(
-        ("hot pages", "out, share of plain stores", "in, share of plain loads", "pages/s out"), rows
-    )
+    head = ("hot pages", "out, share of plain stores", "in, share of plain loads", "pages/s out")
+    return markdown(head, rows) + notes(cpu_rates(run))
+
+
+def cpu_rates(run: Run) -> Iterator[str]:
+    for case, row in run.starting("CPU encode: BF16 whole, "):
+        back = run.find(f"CPU decode: BF16 whole, {case}")
+        if back:
+            rates = f"encodes {row['gb_per_s']:.1f} and decodes {back['gb_per_s']:.1f} GB/s of hot BF16"
+            yield f"The CPU op {rates} on {case.removesuffix('s') if case == '1 threads' else case} of that machine."
 
 
 def pages(row: Row) -> str:
@@ -158,6 +165,9 @@ def peers(run: Run) -> Lines:
     return markdown(head, rows) + refusals(found.values())
 
 
+IN_GRAPH = "each of 20 in a graph"
+
+
 def compaction(run: Run) -> Lines:
     kinds = ("ordered: ", "fill: ", "side by side, 32")
     details = ("pages of", "head size", "MLA", "idle")  # in the JSON
@@ -167,7 +177,13 @@ def compaction(run: Run) -> Lines:
         if row["case"].startswith(kinds) and not any(word in row["case"] for word in details)
     ]
     rows = [[row["case"], us_of(row), of_ceiling(row)] for row in found if "share" in row]
-    return markdown(("case", "us", "share of a copy"), rows) + refusals(found)
+    packing = [
+        f"`{case.split(',')[0]}` for 64 requests, 8 heads and 2,048 kept tokens takes {us_of(row)} us as one of 20 in"
+        f" a graph, {us_of(run.find(case.replace(IN_GRAPH, 'cold L2')))} us alone and with a cold L2."
+        for case, row in ((row["case"], row) for row in run.rows)
+        if case.startswith("pack_") and case.endswith(IN_GRAPH) and "one row" not in case
+    ]
+    return markdown(("case", "us", "share of a copy"), rows) + refusals(found) + notes(packing)
 
 
 def topk(run: Run) -> Lines:
@@ -219,6 +235,17 @@ def rounds(run: Run) -> Lines:
     return markdown(("round", "us", "of its ops' sum", "host, us"), rows)
 
 
+def host(run: Run) -> Lines:
+    rows, small = list[list[str]](), None
+    for name, row in run.starting("host: "):
+        if name == HOST_YARDSTICK:
+            small = row
+        elif small:
+            rows.append([name, us_of(row), f"{row['us'] / small['us']:.1f}x", us_of(small)])
+    return markdown(("call", "us", "of torch.add's", "torch.add then, us"), rows)
+
+
+EVERY = "every family"
 TABLES: dict[str, tuple[str, Callable[[Run], Lines]]] = {
     "pinned": ("nvfp4", pinned),
     "hbm": ("nvfp4", hbm),
@@ -229,6 +256,7 @@ TABLES: dict[str, tuple[str, Callable[[Run], Lines]]] = {
     "topk": ("topk", topk),
     "triattention": ("triattention", triattention),
     "rounds": ("methods", rounds),
+    "host": (EVERY, host),
 }
 
 
@@ -248,6 +276,8 @@ CAPTIONS = {
     "\n\n![time against the width of a row](docs/bench_topk.svg)",
     "triattention": "TriAttention scores of 36 layers, every key byte counted once against a copy, {copy}.",
     "rounds": "Whole eviction rounds of requests of 512 + 2,176 tokens, 36 layers.",
+    "host": "How long a call keeps the host, beside an addition of one element in PyTorch at the same moment, as that"
+    " machine's\ncores change their pace.",
 }
 
 
@@ -259,6 +289,10 @@ def copy_rate(run: Run) -> str:
 def write_tables(page: Path, runs: Runs) -> list[str]:
     """Renew what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; tables without results stay."""
     text, written = page.read_text(), []
+    if runs:
+        newest = next(reversed(runs.values()))
+        rows = [row for run in runs.values() for row in run.rows]
+        runs = {**runs, EVERY: Run(rows, newest.environment)}
 
     def renew(found: re.Match[str]) -> str:
         name = found[1]

@@ -49,7 +49,9 @@ def select_from_jax() -> None:
     kept = kvc.radix_topk(torch.from_dlpack(scores), torch.from_dlpack(lengths), 10)
     back = jnp.from_dlpack(kept)  # JAX arrays are immutable, so only functional ops take them
     assert (jnp.sort(jax.lax.top_k(scores, 10)[1], axis=1) == back).all()
-    print(f"JAX: selected {back.shape[1]} of {scores.shape[1]} scores, the same as jax.lax.top_k")
+    print(
+        f"JAX: selected {back.shape[1]} of {scores.shape[1]} scores on {kept.device}, as jax.lax.top_k does"
+    )
 
 
 def select_from_cupy() -> None:
@@ -59,7 +61,7 @@ def select_from_cupy() -> None:
     lengths = cupy.full(8, 1000, dtype=cupy.int32)
     kept = cupy.from_dlpack(kvc.radix_topk(torch.from_dlpack(scores), torch.from_dlpack(lengths), 10))
     assert (cupy.sort(cupy.argsort(-scores, axis=1)[:, :10], axis=1) == kept).all()
-    print(f"CuPy: selected {kept.shape[1]} of {scores.shape[1]} scores, the same as cupy.argsort")
+    print(f"CuPy: selected {kept.shape[1]} of {scores.shape[1]} scores, as cupy.argsort does")
 
 
 if __name__ == "__main__":

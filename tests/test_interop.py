@@ -51,12 +51,21 @@ class TestDLPack:
         )
         assert np.array_equal(cold, expected.numpy())
 
-    def test_jax(self) -> None:
-        jax_numpy = pytest.importorskip("jax.numpy")
-        scores, lengths = (torch.from_dlpack(array) for array in example_scores(jax_numpy))
-        kept = ops.radix_topk(scores, lengths, 16)
-        check_selection(scores, lengths, kept)
-        assert np.array_equal(np.asarray(jax_numpy.from_dlpack(kept)), kept.numpy())
+    def test_jax(self, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # else it takes most of a GPU's memory
+        jax = pytest.importorskip("jax")
+        try:
+            place = jax.devices(device.type)[0]
+        except RuntimeError as error:
+            pytest.skip(f"JAX has no such device: {error}")
+        with jax.default_device(place):
+            arrays = example_scores(jax.numpy)
+            scores, lengths = (torch.from_dlpack(array) for array in arrays)
+            assert scores.device.type == device.type
+            assert scores.data_ptr() == arrays[0].unsafe_buffer_pointer()
+            kept = ops.radix_topk(scores, lengths, 16)
+            check_selection(scores, lengths, kept)
+            assert np.array_equal(np.asarray(jax.numpy.from_dlpack(kept)), kept.cpu().numpy())
 
     @pytest.mark.cuda
     def test_cupy(self) -> None:
@@ -69,8 +78,9 @@ class TestDLPack:
         assert np.array_equal(cupy.asnumpy(cupy.from_dlpack(kept)), kept.cpu().numpy())
 
     def test_example(self) -> None:
+        environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
         run = subprocess.run(
-            [sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=False, env=os.environ
+            [sys.executable, str(EXAMPLE)], capture_output=True, text=True, check=False, env=environment
         )
         assert run.returncode == 0, run.stderr
         assert "NumPy: 64 of 100 tokens" in run.stdout
