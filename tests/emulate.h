@@ -202,6 +202,10 @@ template <typename T>
 T __ldg(const T* p) {
   return *p;
 }
+template <typename T>
+void __stcs(T* p, T value) {
+  *p = value;
+}
 template <typename A, typename B>
 std::common_type_t<A, B> min(A a, B b) {
   return std::min<std::common_type_t<A, B>>(a, b);

@@ -165,24 +165,27 @@ struct alignas(16) Segment {
   uint8_t* scales = nullptr;
   int64_t scales_stride = 0;
   int64_t row_pitch = 0;  // bytes between hot rows
-  int64_t gap_bytes = 0;  // kRows: bytes of the quantized range
   uint32_t units = 0;     // groups (kQuantize), 16-byte chunks (kRows) or bytes / 16 rounded up (kBytes)
   uint32_t units_per_tile = 0;
   uint32_t first_tile = 0;  // tiles of a page are numbered through all its segments
+  uint32_t end_tile = 0;
   FastDivisor units_per_row;
-  uint32_t residual_first = 0;  // groups of the row, relative to the quantized range
-  uint32_t residual_groups = 0;
-  FastDivisor residual_per_row;  // the same number, to divide by
-  FastDivisor plain_per_row;     // groups of one component
-  FastDivisor chunks_per_row;    // of 16 hot bytes, where `joined`
-  uint32_t before_units = 0;     // kRows: 16-byte chunks in front of the quantized range
-  nvfp4::GlobalScale global{1.0f, 1.0f};
-  int64_t nbytes = 0;          // kBytes
-  uint8_t* padding = nullptr;  // zeroed on encode, with data_stride
-  uint8_t padding_bytes = 0;
+  uint32_t residual_groups = 0;  // of the row
+  uint8_t padding_bytes = 0;     // zeroed on encode
   SegmentKind kind = SegmentKind::kQuantize;
   DType dtype = DType::kBFloat16;
   bool joined = false;  // kQuantize: a tile moves whole rows, those of the same tile of the next segment included
+  nvfp4::GlobalScale global{1.0f, 1.0f};
+  // What the kernels read of every segment stands in front: the fewer lines of the constant cache, the sooner they
+  // start.
+  uint32_t residual_first = 0;   // group of the row, relative to the quantized range
+  FastDivisor residual_per_row;  // residual_groups, to divide by
+  FastDivisor plain_per_row;     // groups of one component
+  FastDivisor chunks_per_row;    // of 16 hot bytes, where `joined`
+  uint32_t before_units = 0;     // kRows: 16-byte chunks in front of the quantized range
+  int64_t gap_bytes = 0;         // kRows: bytes of the quantized range
+  int64_t nbytes = 0;            // kBytes
+  uint8_t* padding = nullptr;    // with data_stride
 
   uint32_t tiles() const { return (units + units_per_tile - 1) / units_per_tile; }
   int64_t hot_bytes() const {
@@ -263,7 +266,7 @@ inline int64_t number_tiles(std::vector<Segment>* segments, TileLimits limits = 
   for (size_t i = 0; i < segments->size(); ++i) {
     Segment& s = (*segments)[i];
     const uint32_t row = s.units_per_row.divisor;
-    s.first_tile = static_cast<uint32_t>(tiles);
+    s.first_tile = s.end_tile = static_cast<uint32_t>(tiles);
     if (i > 0 && (*segments)[i - 1].joined) {
       const Segment& first = (*segments)[i - 1];
       s.units_per_tile = first.units_per_tile / first.units_per_row.divisor * row;
@@ -287,6 +290,7 @@ inline int64_t number_tiles(std::vector<Segment>* segments, TileLimits limits = 
       s.units_per_tile = limits.copied_bytes / 16;
     }
     tiles += s.tiles();
+    s.end_tile = static_cast<uint32_t>(tiles);
   }
   return tiles;
 }

@@ -140,14 +140,15 @@ __device__ __forceinline__ void decode_tile(const Tile& tile, const uint8_t* dat
 }
 
 // A tile of whole rows of which only a range is quantized: every lane writes the chunk that is next in memory, whether
-// decoded or copied. `rest` describes the same rows' lossless bytes, which begin at `copied`.
-template <DType kType, typename Tile>
-__device__ __forceinline__ void decode_rows(const Tile& tile, const Tile& rest, const uint8_t* data,
-                                            const uint8_t* scales, const uint8_t* copied, uint32_t lane) {
+// decoded or copied, and past the cache, which leaves more of it to what is read. The lossless bytes begin at `copied`.
+template <DType kType>
+__device__ __forceinline__ void decode_rows(const PlacedTile& tile, const uint8_t* data, const uint8_t* scales,
+                                            const uint8_t* copied, uint32_t lane) {
   constexpr uint32_t kParts = itemsize(kType);
   constexpr int kAtOnce = 2;
   const Segment& s = tile.segment();
   const Extent e = extent(s, tile.index);
+  const PlacedTile rest = tile.rest();
   const float global = s.global.decode;
   const FastDivisor per_row = s.chunks_per_row;
   const uint32_t quantized = s.units_per_row.divisor * kParts, before = rest.segment().before_units;
@@ -177,7 +178,7 @@ __device__ __forceinline__ void decode_rows(const Tile& tile, const Tile& rest, 
     for (int k = 0; k < kAtOnce; ++k) {
       if (k > 0 && base + k * kWarp >= count) break;
       const uint4 decoded = decode_chunk<kType>(nibbles[k], codes[k], global == 1.0f, global);
-      *reinterpret_cast<uint4*>(to[k]) = is_lossless[k] ? lossless[k] : decoded;
+      __stcs(reinterpret_cast<uint4*>(to[k]), is_lossless[k] ? lossless[k] : decoded);
     }
   }
 }

@@ -92,6 +92,7 @@ struct HotGroup {
 };
 
 // Starts to bring the hot bytes of a tile into shared memory.
+template <typename Tile>
 __device__ __forceinline__ void fetch_hot(const Tile& tile, uint8_t* input, uint32_t lane) {
   const Segment& s = tile.segment();
   const Extent e = extent(s, tile.index);
@@ -194,11 +195,9 @@ __device__ __forceinline__ void stream_chunks(const HotTile& hot, uint32_t chunk
   __syncwarp();
 }
 
-template <DType kType, bool kStaged>
+template <DType kType, bool kStaged, typename Tile>
 __device__ __forceinline__ void encode_tile(const Tile& tile, const uint8_t* input, uint8_t* staged, uint32_t lane) {
   using Hot = HotGroup<kType>;
-  // With few warps a multiprocessor, as towards host memory, a second group a lane hides the arithmetic's latency.
-  constexpr int kAtOnce = kStaged ? 2 : 1;
   const Segment& s = tile.segment();
   const Extent e = extent(s, tile.index);
   uint8_t* cold_data = tile.at().data + int64_t{e.first_slot} * kGroupBytes;
@@ -214,10 +213,11 @@ __device__ __forceinline__ void encode_tile(const Tile& tile, const uint8_t* inp
     put_group(data, scales, at.slot, both.main);
     put_group(data, scales, at.slot + 1, both.residual);
   };
-  if (s.residual_groups == 0) {
+  if (kStaged && s.residual_groups == 0) {
+    // With few warps a multiprocessor, a second group a lane hides the arithmetic's latency.
     if (unit)
-      encode_in_order<kAtOnce>(input, data, scales, groups, lane, Hot::kBytes,
-                               [&](const uint8_t* from) { return Hot::encode_one(from, true, global); });
+      encode_in_order<2>(input, data, scales, groups, lane, Hot::kBytes,
+                         [&](const uint8_t* from) { return Hot::encode_one(from, true, global); });
     else
       encode_in_order<1>(input, data, scales, groups, lane, Hot::kBytes,
                          [&](const uint8_t* from) { return Hot::encode_one(from, false, global); });
@@ -248,18 +248,33 @@ __device__ __forceinline__ void encode_tile(const Tile& tile, const uint8_t* inp
 
 // A tile in device memory on both sides.
 template <DType kType>
-__device__ __forceinline__ void encode_streamed(const Tile& tile, uint8_t* ring, uint32_t lane) {
+__device__ __forceinline__ void encode_streamed(const PlacedTile& tile, uint8_t* ring, uint32_t lane) {
   using Hot = HotGroup<kType>;
   constexpr uint32_t kGroups = kStageBytes / Hot::kBytes;
   const Segment& s = tile.segment();
   const Extent e = extent(s, tile.index);
   const HotTile hot(s, tile.at().hot, e.first);
+  const uint32_t groups = e.end - e.first;
   uint8_t* data = tile.at().data + int64_t{e.first + lane} * kGroupBytes;
   uint8_t* scales = tile.at().scales + e.first + lane;
   const GlobalScale global = s.global;
+  if (Hot::kPacked && global.decode == 1.0f && groups <= 2 * kWarp) {
+    // Little work: all loads at once, and no ring to set up.
+    typename Hot::Raw raw[2];
+#pragma unroll
+    for (uint32_t k = 0; k < 2; ++k) {
+      const uint32_t chunk = min(lane + k * kWarp, groups - 1) << hot.log_chunks;
+      raw[k] = Hot::load_raw(hot.linear ? hot.base + chunk * 16 : hot.scattered(chunk));
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < 2; ++k)
+      if (lane + k * kWarp < groups)
+        put_group(data, scales, k * kWarp, encode_packed<typename Hot::P>(Hot::unpack(raw[k])));
+    return;
+  }
   const auto stream = [&](auto&& encode) {
-    int left = static_cast<int>(e.end - e.first - lane);
-    stream_chunks(hot, (e.end - e.first) * (Hot::kBytes / 16), ring, lane, [&](const uint8_t* from, uint32_t) {
+    int left = static_cast<int>(groups - lane);
+    stream_chunks(hot, groups * (Hot::kBytes / 16), ring, lane, [&](const uint8_t* from, uint32_t) {
 #pragma unroll
       for (uint32_t k = 0; k < kGroups / kWarp; ++k) {
         if (left > 0) put_group(data, scales, 0, encode(from + (k * kWarp + lane) * Hot::kBytes));
@@ -274,7 +289,7 @@ __device__ __forceinline__ void encode_streamed(const Tile& tile, uint8_t* ring,
   else stream([&](const uint8_t* from) { return Hot::encode_one(from, false, global); });
 }
 
-__device__ __forceinline__ void copy_streamed(const Tile& tile, uint8_t* ring, uint32_t lane) {
+__device__ __forceinline__ void copy_streamed(const PlacedTile& tile, uint8_t* ring, uint32_t lane) {
   const Segment& s = tile.segment();
   const Extent e = extent(s, tile.index);
   const HotTile hot(s, tile.at().hot, e.first);

@@ -1,10 +1,10 @@
 // The page moves on a GPU, without torch: one launch moves any number of buffers and pages.
 //
-// Warps are independent. The tiles of all pages are numbered through, and each warp walks its share of them, fetching
-// ahead of itself, or takes a single one (decode_all). What the kernel must know (segments and page pairs) travels
-// in the kernel's parameters; if that is too much, small kernels first carry it to a scratch tensor, in their
-// parameters, so that nothing is copied from host memory behind the caller's back and a captured graph keeps its
-// values.
+// Warps are independent. The tiles of all pages are numbered through. In device memory a warp takes a single one
+// (each_tile); towards host memory it walks its share of them, fetching ahead of itself (Cursor). What the kernel must
+// know (segments and page pairs) travels in the kernel's parameters; if that is too much, small kernels first carry it
+// to a scratch tensor, in their parameters, so that nothing is copied from host memory behind the caller's back and a
+// captured graph keeps its values.
 
 #include <algorithm>
 #include <cstring>
@@ -20,7 +20,7 @@
 namespace kvc::nvfp4 {
 namespace {
 
-constexpr int kSmallInline = 14 * 1024;  // 72 segments and some three hundred pages
+constexpr int kSmallInline = 15 * 1024;  // 72 segments and some three hundred pages
 constexpr int kLargeInline = 31 * 1024;  // kernel parameters end at 32,764 bytes
 constexpr int kNothingInline = 16;       // everything is in device memory
 
@@ -32,9 +32,10 @@ enum class Direction {
   kDecodeStaged,  // from host memory
 };
 constexpr bool is_encode(Direction d) { return d == Direction::kEncode || d == Direction::kEncodeStaged; }
+constexpr bool is_staged(Direction d) { return d == Direction::kEncodeStaged || d == Direction::kDecodeStaged; }
 
 // Blocks of device-memory moves are short-lived: the hardware keeps the chip full and neighbours close together.
-constexpr uint32_t warps_per_block(Direction d) { return is_encode(d) ? 4 : 2; }
+constexpr uint32_t warps_per_block(Direction d) { return is_encode(d) ? 8 : 2; }
 
 // Blocks of host-memory moves are few and stay: enough of them for PCIe, few enough to share the chip with a model.
 constexpr uint32_t kWarpsPerHostBlock = 8;
@@ -45,7 +46,7 @@ constexpr uint32_t kTileBytes = 8192;  // hot bytes of a tile that is decoded fr
 
 constexpr TileLimits tile_limits(Direction d) {
   switch (d) {
-    case Direction::kEncode: return {16384, 1024, kRingBytes, kRingBytes};
+    case Direction::kEncode: return {8192, 1024, kRingBytes, kRingBytes};
     case Direction::kEncodeStaged: return {kStagedHot, kStagedSlots, kStagedHot, kStagedHot};
     case Direction::kDecode: return {kTileBytes, 512, kTileBytes, kTileBytes, kTileBytes};
     default: return {1 << 20, kStagedSlots, kStagedData, 1 << 20};  // what registers carry
@@ -69,7 +70,6 @@ struct WarpMemory;
 
 template <>
 struct WarpMemory<Direction::kEncode> {
-  Walk walk;
   alignas(16) uint8_t ring[kRingBytes];
 };
 
@@ -82,9 +82,9 @@ struct WarpMemory<Direction::kEncodeStaged> {
 
 template <>
 struct WarpMemory<Direction::kDecode> {
-  // Three runs, each from 16 bytes on, and some room for nothing: on an H200, 22 warps on a multiprocessor are faster
-  // than the 24 that would fit, whose writes scatter further.
-  alignas(16) uint8_t input[kTileBytes + 64 + 1024];
+  // Three runs, each from 16 bytes on, and room for nothing: on an H200, 20 warps on a multiprocessor are faster than
+  // the 24 that would fit, whose writes scatter further.
+  alignas(16) uint8_t input[kTileBytes + 64 + 2752];
 };
 
 template <>
@@ -93,28 +93,27 @@ struct WarpMemory<Direction::kDecodeStaged> {
   alignas(16) uint8_t input[kStagedData + kStagedSlots];
 };
 
-// The segments, where each starts (first_tile once more, packed for a quick search) and the page pairs.
+// The segments and the page pairs.
 struct Metadata {
   const Segment* segments;
-  const uint32_t* starts;
   const int32_t* pairs;  // null: slot i to slot i
 };
 
 struct Header {
   Metadata metadata;  // of what is not inlined
-  bool inlined;       // segments and starts; kDecode's kernels know it from their type
+  bool inlined;       // the segments; kernels of device-memory moves know it from their type
   bool inlined_pairs;
-  uint32_t starts_at;  // byte positions in the inlined block
-  uint32_t pairs_at;
+  uint32_t pairs_at;  // byte position in the inlined block
   int64_t pair_stride[2];
   int64_t pages;
   int64_t total_tiles;
-  int64_t share, extra;  // tiles of every block, and how many blocks have one more
+  uint64_t segments_per_tile;  // times 2^32
   uint32_t tiles_per_page;
-  uint32_t num_segments;
-  uint32_t log_run;  // of the tiles a warp takes in a row before the others of its block have their turn
+  uint32_t strip;  // tiles of a page that are decoded before the same tiles of the next page
   int64_t hot_slots;
   int64_t cold_slots;
+  int64_t share, extra;  // tiles of every block, and how many blocks have one more
+  uint32_t log_run;      // of the tiles a warp takes in a row before the others of its block have their turn
 };
 
 template <int kBytes>
@@ -123,20 +122,16 @@ struct Inline {
 };
 static_assert(sizeof(Header) + sizeof(Inline<kLargeInline>) <= 32764);
 
-// The last segment that starts at or before `tile`; every lane looks at its share of the starts at once.
-__device__ __forceinline__ uint32_t find_segment(const Header& h, const uint32_t* starts, uint32_t tile,
-                                                 uint32_t lane) {
-  uint32_t below = 0;
-  for (uint32_t base = 0; base < h.num_segments; base += kWarp) {
-    const uint32_t i = base + lane;
-    below += __popc(__ballot_sync(0xFFFFFFFFu, i < h.num_segments && starts[i] <= tile));
-  }
-  return below - 1;
+// The search begins where a tile's segment would be if all had as many.
+__device__ __forceinline__ uint32_t find_segment(const Header& h, const Segment* segments, uint32_t tile) {
+  uint32_t i = static_cast<uint32_t>(tile * h.segments_per_tile >> 32);
+  while (tile < segments[i].first_tile) --i;
+  while (tile >= segments[i].end_tile) ++i;
+  return i;
 }
 
-// Walks a warp's tiles and describes each. The warps of a block take turns: short ones in device memory,
-// so that the block as a whole moves through memory in one place; long ones towards host memory, where a block has so
-// few warps that looking up where the next tile belongs would show.
+// Walks a warp's tiles and describes each. The warps of a block take turns, long ones: a block has so few warps that
+// looking up where the next tile belongs would show.
 template <bool kEncode>
 struct Cursor {
   const Header& h;
@@ -146,9 +141,6 @@ struct Cursor {
 
   __device__ __forceinline__ const Segment* segments() const {
     return h.inlined ? reinterpret_cast<const Segment*>(inlined) : h.metadata.segments;
-  }
-  __device__ __forceinline__ const uint32_t* starts() const {
-    return h.inlined ? reinterpret_cast<const uint32_t*>(inlined + h.starts_at) : h.metadata.starts;
   }
   __device__ __forceinline__ const int32_t* pairs() const {
     return h.inlined_pairs ? reinterpret_cast<const int32_t*>(inlined + h.pairs_at) : h.metadata.pairs;
@@ -169,7 +161,7 @@ struct Cursor {
       uint32_t segment;
       while (true) {
         if (count != 0 && index - page_begin < h.tiles_per_page) {
-          segment = find_segment(h, starts(), tile, lane);
+          segment = find_segment(h, segments(), tile);
           break;
         }
         const int64_t page = index / h.tiles_per_page;
@@ -182,7 +174,7 @@ struct Cursor {
           cold_slot = pair[kEncode ? 0 : h.pair_stride[1]];
         }
         // Before the slots are looked at: both loads are then under way together.
-        segment = find_segment(h, starts(), tile, lane);
+        segment = find_segment(h, segments(), tile);
         if (hot_slot >= 0 && hot_slot < h.hot_slots && cold_slot >= 0 && cold_slot < h.cold_slots) break;
         // No such page: on to the warp's first turn that may lie behind it.
         const int64_t stride = static_cast<int64_t>(blockDim.x / kWarp) << h.log_run;
@@ -196,7 +188,6 @@ struct Cursor {
       Visit& visit = walk.visits[count & 1];
       if (lane < sizeof(Segment) / 16)
         reinterpret_cast<uint4*>(&visit.segment)[lane] = reinterpret_cast<const uint4*>(segments() + segment)[lane];
-      const uint32_t segment_end = segment + 1 < h.num_segments ? starts()[segment + 1] : h.tiles_per_page;
       __syncwarp();
       const Segment& s = visit.segment;
       if (lane == 0) {
@@ -205,7 +196,7 @@ struct Cursor {
         walk.page_begin = page_begin;
         walk.hot_slot = hot_slot;
         walk.cold_slot = cold_slot;
-        walk.segment_end = segment_end;
+        walk.segment_end = s.end_tile;
         walk.count = count;
       }
       __syncwarp();
@@ -229,32 +220,6 @@ __device__ __forceinline__ void with_type(DType dtype, Move&& move) {
     case DType::kBFloat16: return move(std::integral_constant<DType, DType::kBFloat16>{});
     case DType::kFloat32: return move(std::integral_constant<DType, DType::kFloat32>{});
     case DType::kFloat8E4M3: return move(std::integral_constant<DType, DType::kFloat8E4M3>{});
-  }
-}
-
-// Towards device memory: many warps, each busy with one long tile at a time.
-__device__ __forceinline__ void encode_all(Cursor<true>& cursor, WarpMemory<Direction::kEncode>& memory,
-                                           uint32_t lane) {
-  Tile tile;
-#pragma unroll 1
-  while (cursor.next(tile)) {
-    if (tile.segment().kind != SegmentKind::kQuantize) {
-      copy_streamed(tile, memory.ring, lane);
-      continue;
-    }
-    with_type(tile.segment().dtype, [&](auto type) {
-      constexpr DType kType = decltype(type)::value;
-      if (tile.segment().residual_groups == 0) {
-        encode_streamed<kType>(tile, memory.ring, lane);
-      } else {
-        fetch_hot(tile, memory.ring, lane);
-        commit_async();
-        wait_async<0>();
-        __syncwarp();
-        encode_tile<kType, false>(tile, memory.ring, nullptr, lane);
-        __syncwarp();
-      }
-    });
   }
 }
 
@@ -289,56 +254,80 @@ __device__ __forceinline__ void encode_all(Cursor<true>& cursor, WarpMemory<Dire
   }
 }
 
-// From device memory: many short-lived warps, a tile each, hide the latency. Hot pages lie anywhere, and scattered
-// writes cost device memory time, so tiles are numbered through all pages of a segment before the next one: writes to
-// one pool follow each other.
-template <int kBytes>
-__device__ __forceinline__ void decode_all(const Header& h, const Inline<kBytes>& inlined,
-                                           WarpMemory<Direction::kDecode>& memory, uint32_t warp, uint32_t lane) {
+// Between places in device memory: many short-lived warps, a tile each, hide the latency. Calls move(PlacedTile).
+//
+// Encoding goes from page to page, decoding from strip to strip: hot pages lie anywhere, and writes that scatter cost
+// device memory time, so those to one pool follow each other.
+template <bool kEncode, int kBytes, typename Move>
+__device__ __forceinline__ void each_tile(const Header& h, const Inline<kBytes>& inlined, uint32_t warp, Move&& move) {
   constexpr bool kInlined = kBytes > kNothingInline;
   const auto* segments = kInlined ? reinterpret_cast<const Segment*>(inlined.bytes) : h.metadata.segments;
-  const auto* starts = kInlined ? reinterpret_cast<const uint32_t*>(inlined.bytes + h.starts_at) : h.metadata.starts;
   const int64_t stride = int64_t{gridDim.x} * (blockDim.x / kWarp);
 #pragma unroll 1
   for (int64_t index = int64_t{blockIdx.x} * (blockDim.x / kWarp) + warp; index < h.total_tiles; index += stride) {
-    const uint32_t segment = find_segment(h, starts, static_cast<uint32_t>(index / h.pages), lane);
-    const Segment& s = segments[segment];
-    const uint32_t tiles = (segment + 1 < h.num_segments ? starts[segment + 1] : h.tiles_per_page) - starts[segment];
-    const int64_t within = index - starts[segment] * h.pages;
-    const int64_t page = within / tiles;
+    const uint32_t first = kEncode ? 0 : static_cast<uint32_t>(index / (h.pages * h.strip)) * h.strip;
+    const uint32_t width = kEncode ? h.tiles_per_page : min(h.strip, h.tiles_per_page - first);
+    const int64_t within = index - h.pages * first;
+    const int64_t page = within / width;
+    const uint32_t tile = first + static_cast<uint32_t>(within - page * width);
+    const Segment& s = segments[find_segment(h, segments, tile)];
     int64_t hot_slot = page, cold_slot = page;
     if (kInlined && h.inlined_pairs) {
       const auto* pair = reinterpret_cast<const int32_t*>(inlined.bytes + h.pairs_at) + page * 2;
-      hot_slot = pair[0], cold_slot = pair[1];
+      hot_slot = pair[kEncode], cold_slot = pair[!kEncode];
     } else if (h.metadata.pairs != nullptr) {
       const int32_t* pair = h.metadata.pairs + page * h.pair_stride[0];
-      hot_slot = pair[0], cold_slot = pair[h.pair_stride[1]];
+      hot_slot = pair[kEncode ? h.pair_stride[1] : 0], cold_slot = pair[kEncode ? 0 : h.pair_stride[1]];
     }
     if (hot_slot < 0 || hot_slot >= h.hot_slots || cold_slot < 0 || cold_slot >= h.cold_slots) continue;
-    const PlacedTile tile{s, hot_slot, cold_slot, static_cast<uint32_t>(within - page * tiles)};
-    const PlacedTile rest{segments[segment + s.joined], hot_slot, cold_slot, tile.index};
-    const ColdRuns runs(tile);
-    uint8_t* const scales = memory.input + (runs.data_bytes + 15) / 16 * 16;
-    uint8_t* const copied = scales + (runs.scale_bytes + 15) / 16 * 16;
-    fetch_run(memory.input, runs.data, runs.data_bytes, lane);
-    fetch_run(scales, runs.scales, runs.scale_bytes, lane);
-    if (s.joined) {
-      const ColdRuns beside(rest);
-      fetch_run(copied, beside.data, beside.data_bytes, lane);
-    }
-    commit_async();
-    wait_async<0>();
-    __syncwarp();
-    if (s.kind != SegmentKind::kQuantize) {
-      copy_tile<false>(tile, memory.input, lane);
-    } else {
-      with_type(s.dtype, [&](auto type) {
-        if (s.joined) decode_rows<decltype(type)::value>(tile, rest, memory.input, scales, copied, lane);
-        else decode_tile<decltype(type)::value>(tile, memory.input, scales, lane);
-      });
-    }
+    move(PlacedTile{s, hot_slot, cold_slot, tile - s.first_tile});
     __syncwarp();
   }
+}
+
+__device__ __forceinline__ void encode(const PlacedTile& tile, WarpMemory<Direction::kEncode>& memory, uint32_t lane) {
+  const Segment& s = tile.segment();
+  if (tile.index == 0 && lane < s.padding_bytes) s.padding[tile.cold_slot * s.data_stride + lane] = 0;
+  if (s.kind != SegmentKind::kQuantize) {
+    copy_streamed(tile, memory.ring, lane);
+    return;
+  }
+  with_type(s.dtype, [&](auto type) {
+    constexpr DType kType = decltype(type)::value;
+    if (s.residual_groups == 0) {
+      encode_streamed<kType>(tile, memory.ring, lane);
+    } else {
+      fetch_hot(tile, memory.ring, lane);
+      commit_async();
+      wait_async<0>();
+      __syncwarp();
+      encode_tile<kType, false>(tile, memory.ring, nullptr, lane);
+    }
+  });
+}
+
+__device__ __forceinline__ void decode(const PlacedTile& tile, WarpMemory<Direction::kDecode>& memory, uint32_t lane) {
+  const Segment& s = tile.segment();
+  const ColdRuns runs(tile);
+  uint8_t* const scales = memory.input + (runs.data_bytes + 15) / 16 * 16;
+  uint8_t* const copied = scales + (runs.scale_bytes + 15) / 16 * 16;
+  fetch_run(memory.input, runs.data, runs.data_bytes, lane);
+  fetch_run(scales, runs.scales, runs.scale_bytes, lane);
+  if (s.joined) {
+    const ColdRuns beside(tile.rest());
+    fetch_run(copied, beside.data, beside.data_bytes, lane);
+  }
+  commit_async();
+  wait_async<0>();
+  __syncwarp();
+  if (s.kind != SegmentKind::kQuantize) {
+    copy_tile<false>(tile, memory.input, lane);
+    return;
+  }
+  with_type(s.dtype, [&](auto type) {
+    if (s.joined) decode_rows<decltype(type)::value>(tile, memory.input, scales, copied, lane);
+    else decode_tile<decltype(type)::value>(tile, memory.input, scales, lane);
+  });
 }
 
 // While one tile is decoded, the cold bytes of the next are on their way to registers.
@@ -382,8 +371,11 @@ __global__ void __launch_bounds__(kWarpsPerHostBlock* kWarp, blocks_per_multipro
   extern __shared__ __align__(16) uint8_t shared[];
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   auto& memory = reinterpret_cast<WarpMemory<kDirection>*>(shared)[warp];
-  if constexpr (kDirection == Direction::kDecode) {
-    decode_all(h, inlined, memory, warp, lane);
+  if constexpr (!is_staged(kDirection)) {
+    each_tile<is_encode(kDirection)>(h, inlined, warp, [&](const PlacedTile& tile) {
+      if constexpr (is_encode(kDirection)) encode(tile, memory, lane);
+      else decode(tile, memory, lane);
+    });
   } else {
     if (lane == 0) start(memory.walk, h, warp);
     __syncwarp();
@@ -427,25 +419,14 @@ bool all_quantized(const PageWork& work, Holds&& holds) {
                      [&](const Segment& s) { return s.kind != SegmentKind::kQuantize || holds(s); });
 }
 
-// Where arithmetic is what limits encoding, 8-bit elements or two components, a second tile pays for the start of a
-// block.
-int64_t tiles_per_warp(const PageWork& work) {
-  const bool bytes = all_quantized(work, [](const Segment& s) { return s.dtype == DType::kFloat8E4M3; });
-  const bool residual = !all_quantized(work, [](const Segment& s) { return s.residual_groups == 0; });
-  return bytes || residual ? 2 : 1;
-}
-
-// What the kernel must know of the work: the segments, where each starts, and host pairs.
-size_t starts_at(const PageWork& work) { return work.segments.size() * sizeof(Segment); }
-size_t pairs_at(const PageWork& work) { return starts_at(work) + work.segments.size() * sizeof(uint32_t); }
+// What the kernel must know of the work: the segments and host pairs.
+size_t pairs_at(const PageWork& work) { return work.segments.size() * sizeof(Segment); }
 size_t metadata_bytes(const PageWork& work, bool host_pairs) {
   return pairs_at(work) + (host_pairs ? static_cast<size_t>(work.pages) * 8 : 0);
 }
 
 void write_metadata(const PageWork& work, bool host_pairs, uint8_t* to) {
-  std::memcpy(to, work.segments.data(), starts_at(work));
-  auto* starts = reinterpret_cast<uint32_t*>(to + starts_at(work));
-  for (const Segment& s : work.segments) *starts++ = s.first_tile;
+  std::memcpy(to, work.segments.data(), pairs_at(work));
   if (!host_pairs) return;
   struct Pair {
     int32_t dst, src;
@@ -459,6 +440,16 @@ void write_metadata(const PageWork& work, bool host_pairs, uint8_t* to) {
   std::sort(pairs, pairs + work.pages, [](const Pair& a, const Pair& b) { return a.dst < b.dst; });
 }
 
+// Decoding whole buffers is fastest one buffer after the other. Where rows have a lossless range, buffers differ in
+// what is read for what is written: twelve of them together keep both going.
+uint32_t strip(const PageWork& work, uint32_t tiles_per_page) {
+  const auto filled = std::count_if(work.segments.begin(), work.segments.end(),
+                                    [](const Segment& s) { return s.first_tile < s.end_tile; });
+  const bool joined =
+      std::any_of(work.segments.begin(), work.segments.end(), [](const Segment& s) { return s.joined; });
+  return std::max<uint32_t>(tiles_per_page / static_cast<uint32_t>(filled), 1) * (joined ? 12 : 1);
+}
+
 // `max_ctas` of 0 leaves the grid to us.
 template <Direction kDirection>
 void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int multiprocessors, uint8_t* scratch,
@@ -467,6 +458,10 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   TileLimits limits = tile_limits(kDirection);
   Grid grid{max_ctas > 0 ? max_ctas : kHostBlocks, kWarpsPerHostBlock};
   if (!host_cold) {
+    // Arithmetic is what limits encoding 8-bit elements: a longer tile pays for the start of a block.
+    if (kDirection == Direction::kEncode &&
+        all_quantized(work, [](const Segment& s) { return s.dtype == DType::kFloat8E4M3; }))
+      limits.hot_bytes *= 2;
     // Little work is cut finer, until every multiprocessor has some.
     constexpr int64_t kTiles = is_encode(kDirection) ? 16 : 8;
     int64_t hot_bytes = 0;
@@ -478,19 +473,18 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   h.tiles_per_page = static_cast<uint32_t>(number_tiles(&work.segments, limits));
   h.pages = work.pages;
   h.total_tiles = work.pages * h.tiles_per_page;
+  h.segments_per_tile = (uint64_t{work.segments.size()} << 32) / h.tiles_per_page;
+  h.strip = strip(work, h.tiles_per_page);
   h.log_run = kLogHostRun;
   if (!host_cold && max_ctas == 0) {
     h.log_run = 0;
     grid.warps = warps_per_block(kDirection);
-    const int64_t most = kDirection == Direction::kEncode ? tiles_per_warp(work) : 1;
-    const int64_t tiles = std::clamp<int64_t>(h.total_tiles / (32 * multiprocessors), 1, most);
-    grid.blocks = (h.total_tiles + tiles * grid.warps - 1) / (tiles * grid.warps);
+    grid.blocks = h.total_tiles;
   }
   grid.blocks = std::min({grid.blocks, (h.total_tiles + grid.warps - 1) / grid.warps, kMaxBlocks});
   h.share = h.total_tiles / grid.blocks;
   h.extra = h.total_tiles % grid.blocks;
   while (h.log_run > 0 && (int64_t{grid.warps} << h.log_run) > h.share) --h.log_run;
-  h.num_segments = static_cast<uint32_t>(work.segments.size());
   h.hot_slots = work.hot_slots;
   h.cold_slots = work.cold_slots;
   h.metadata.pairs = host_pairs ? nullptr : work.pairs;
@@ -501,7 +495,6 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   if (bytes <= kLargeInline) {
     h.inlined = true;
     h.inlined_pairs = host_pairs;
-    h.starts_at = static_cast<uint32_t>(starts_at(work));
     h.pairs_at = static_cast<uint32_t>(pairs_at(work));
     const auto inline_and_launch = [&](auto&& inlined) {
       write_metadata(work, host_pairs, inlined.bytes);
@@ -526,21 +519,20 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
     cuda_check(cudaGetLastError(), "upload_kernel");
   }
   h.metadata.segments = reinterpret_cast<const Segment*>(scratch);
-  h.metadata.starts = reinterpret_cast<const uint32_t*>(scratch + starts_at(work));
   if (host_pairs) h.metadata.pairs = reinterpret_cast<const int32_t*>(scratch + pairs_at(work));
-  // The others ask `inlined`, which spares a kernel each.
-  Inline<kDirection == Direction::kDecode ? kNothingInline : kSmallInline> none{};
+  // Kernels of host-memory moves ask `inlined`, which spares two of them.
+  Inline<is_staged(kDirection) ? kSmallInline : kNothingInline> none{};
   launch<kDirection>(h, none, grid, device, stream);
 }
 
 Direction direction_of(const PageWork& work, bool encode, bool host_cold) {
-  // Whether a lane may read or write a group's eight bytes at once.
+  if (!encode) return host_cold ? Direction::kDecodeStaged : Direction::kDecode;
+  // Whether a lane may write a group's eight bytes at once.
   const bool aligned = all_quantized(work, [&](const Segment& s) {
     return reinterpret_cast<uintptr_t>(s.data) % kGroupBytes == 0 &&
            (work.cold_slots <= 1 || s.data_stride % kGroupBytes == 0);
   });
-  if (encode) return host_cold || !aligned ? Direction::kEncodeStaged : Direction::kEncode;
-  return host_cold ? Direction::kDecodeStaged : Direction::kDecode;
+  return host_cold || !aligned ? Direction::kEncodeStaged : Direction::kEncode;
 }
 
 }  // namespace

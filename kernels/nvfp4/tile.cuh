@@ -17,6 +17,14 @@ struct Place {
   uint8_t* hot;
   uint8_t* data;
   uint8_t* scales;
+
+  // The compiler must know that these are not shared memory: it may then let loads and stores of the two overtake.
+  __device__ __forceinline__ Place in_global() const {
+    __builtin_assume(__isGlobal(hot));
+    __builtin_assume(__isGlobal(data));
+    __builtin_assume(__isGlobal(scales));
+    return *this;
+  }
 };
 
 // A change of page or segment, written once and shared by the tiles that follow.
@@ -30,17 +38,10 @@ struct Tile {
   uint32_t index;  // within the segment
 
   __device__ __forceinline__ const Segment& segment() const { return visit->segment; }
-  // The compiler must know that these are not shared memory: it may then let loads and stores of the two overtake.
-  __device__ __forceinline__ Place at() const {
-    const Place place = visit->at;
-    __builtin_assume(__isGlobal(place.hot));
-    __builtin_assume(__isGlobal(place.data));
-    __builtin_assume(__isGlobal(place.scales));
-    return place;
-  }
+  __device__ __forceinline__ Place at() const { return visit->at.in_global(); }
 };
 
-// A tile whose segment stays where the launch put it, in the kernel's parameters (decode_all).
+// A tile whose segment stays where the launch put it, in the kernel's parameters.
 struct PlacedTile {
   const Segment& in;
   int64_t hot_slot, cold_slot;
@@ -48,13 +49,12 @@ struct PlacedTile {
 
   __device__ __forceinline__ const Segment& segment() const { return in; }
   __device__ __forceinline__ Place at() const {
-    const Place place{in.hot + hot_slot * in.hot_stride, in.data + cold_slot * in.data_stride,
-                      in.scales + cold_slot * in.scales_stride};
-    __builtin_assume(__isGlobal(place.hot));
-    __builtin_assume(__isGlobal(place.data));
-    __builtin_assume(__isGlobal(place.scales));
-    return place;
+    return Place{in.hot + hot_slot * in.hot_stride, in.data + cold_slot * in.data_stride,
+                 in.scales + cold_slot * in.scales_stride}
+        .in_global();
   }
+  // The lossless bytes of the same rows, where `joined`.
+  __device__ __forceinline__ PlacedTile rest() const { return {(&in)[1], hot_slot, cold_slot, index}; }
 };
 
 __device__ __forceinline__ uint32_t misalignment(const void* p) {
