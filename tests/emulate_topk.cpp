@@ -46,12 +46,13 @@ const Kernel kernels[] = {
     {"settle, 512 x 4", 512, 8184, [](Settlement s) { settle_marks<Score, 512, 4, false, false, 2>(s); }, {}},
     {"settle, 512 x 8", 512, 16376, [](Settlement s) { settle_marks<Score, 512, 8, false, false, 2>(s); }, {}},
     {"settle, stream", 512, 40000, [](Settlement s) { settle_marks<Score, 512, 4, true, false, 2>(s); }, {}},
-    {"select, 512 x 2, direct", 512, 4088, {}, [](Problem p) { resident_select<Score, 512, 2, true>(p); }},
-    {"select, 256 x 3", 256, 3064, {}, [](Problem p) { resident_select<Score, 256, 3, false>(p); }},
-    {"select, 512 x 2", 512, 4088, {}, [](Problem p) { resident_select<Score, 512, 2, false>(p); }},
-    {"select, 512 x 4", 512, 8184, {}, [](Problem p) { resident_select<Score, 512, 4, false>(p); }},
-    {"select, 1024 x 4", 1024, 16376, {}, [](Problem p) { resident_select<Score, 1024, 4, false>(p); }},
-    {"select, 512 x 8", 512, 16376, {}, [](Problem p) { resident_select<Score, 512, 8, false>(p); }},
+    {"select, 512 x 2, direct", 512, 4088, {}, [](Problem p) { resident_select<Score, 512, 2, true, false>(p); }},
+    {"select, 256 x 3", 256, 3064, {}, [](Problem p) { resident_select<Score, 256, 3, false, false>(p); }},
+    {"select, 512 x 2", 512, 4088, {}, [](Problem p) { resident_select<Score, 512, 2, false, false>(p); }},
+    {"select, 512 x 4", 512, 8184, {}, [](Problem p) { resident_select<Score, 512, 4, false, false>(p); }},
+    {"select, 1024 x 4", 1024, 16376, {}, [](Problem p) { resident_select<Score, 1024, 4, false, false>(p); }},
+    {"select, 512 x 8", 512, 16376, {}, [](Problem p) { resident_select<Score, 512, 8, false, false>(p); }},
+    {"select, 512 x 8, waits", 512, 16376, {}, [](Problem p) { resident_select<Score, 512, 8, false, true>(p); }},
 };
 
 // Whether one call on random rows gives the answer and writes nothing else.

@@ -6,8 +6,9 @@
 
 namespace kvc::topk {
 
-// kDirect: see GroupMarks.
-template <typename Score, int kThreads, int kGroups, bool kDirect>
+// kDirect: see GroupMarks. kWaits: the length of the row comes first, so that nothing past it is read; else the whole
+// row is on its way before its length is known.
+template <typename Score, int kThreads, int kGroups, bool kDirect, bool kWaits>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads) resident_select(const __grid_constant__ Problem p) {
   using Alone = Team<false>;
   constexpr int kBins = 4 * kThreads, kWarps = kThreads / 32;
@@ -31,8 +32,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) resident_select(con
   const int32_t given = __ldg(p.lengths + row_index);
   const int32_t base = p.bases ? __ldg(p.bases + row_index) : 0;
 
-  // The whole row is on its way before its length is known.
-  const Row<Score> row(p, row_index, p.width);
+  const Row<Score> row(p, row_index, kWaits ? min(max(given, 0), p.width) : p.width);
   Group<Score> raw[kGroups];
 #pragma unroll
   for (int q = 0; q < kGroups; ++q) {
@@ -40,6 +40,8 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) resident_select(con
     if (group >= row.inner_begin && group < row.inner_end) raw[q].load(row.at(group));
   }
   const int32_t length = min(max(given, 0), p.width);
+  // Of a row that ends in the first half of the groups, the second half.
+  const auto skips = [&](int q) { return kWaits && q >= kGroups / 2 && row.groups <= kGroups / 2 * kThreads; };
   if (length <= p.k) return emit_all<kThreads, Alone>(out, p.k, length, base);
   const uint32_t k = static_cast<uint32_t>(p.k);
   if (thread == 0) control.small_count = control.equal = 0, control.edge[0] = kAll;
@@ -50,6 +52,11 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) resident_select(con
 #pragma unroll
   for (int q = 0; q < kGroups; ++q) {
     const int32_t group = q * kThreads + thread;
+    if (skips(q)) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) x[q][j] = -kInfinity;
+      continue;
+    }
     if (group >= row.inner_begin && group < row.inner_end) {
       raw[q].to(x[q]);
 #pragma unroll
@@ -59,7 +66,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) resident_select(con
       for (int j = 0; j < 4; ++j)
         x[q][j] = row.holds(group, j) ? fmaxf(widen(row.at(group)[j]), -kInfinity) : -kInfinity;
     }
-    if (group >= whole) {
+    if (!kWaits && group >= whole) {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         if (group * 4 + j >= row.head + length) x[q][j] = -kInfinity;
@@ -78,10 +85,12 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) resident_select(con
   high = __reduce_max_sync(kAll, control.warps[1][lane % kWarps]);
   Linear<kBins> bins(score_of(low), score_of(high));
 #pragma unroll
-  for (int q = 0; q < kGroups; ++q)
+  for (int q = 0; q < kGroups; ++q) {
+    if (skips(q)) continue;
 #pragma unroll
     for (int j = 0; j < 4; ++j)
       if (x[q][j] > -kInfinity) atomicAdd(hist + bins.bin_at(bins.place(x[q][j])), 1);
+  }
   __syncthreads();
   const uint32_t ranks[1] = {k};
   Bin bins_found[1];
@@ -96,6 +105,10 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) resident_select(con
     const float border = bins.place_of(bin.index);
 #pragma unroll
     for (int q = 0; q < kGroups; ++q) {
+      if (skips(q)) {
+        mark_bytes[q * kThreads + thread] = 0;
+        continue;
+      }
       float above = kNoFlags, members = kNoFlags;
 #pragma unroll
       for (int j = 0; j < 4; ++j) {

@@ -95,15 +95,15 @@ void stream(const Context& ctx, const Selection& s, const DeviceScope& scope, co
          plan.cluster);
 }
 
-template <typename Score, int kThreads, int kGroups, bool kDirect = false>
+template <typename Score, int kThreads, int kGroups, bool kDirect = false, bool kWaits = false>
 void keep_resident(const Selection& s, const DeviceScope& scope, const Problem& problem) {
-  launch(resident_select<Score, kThreads, kGroups, kDirect>, "resident_select", problem, s.rows, kThreads, 0,
+  launch(resident_select<Score, kThreads, kGroups, kDirect, kWaits>, "resident_select", problem, s.rows, kThreads, 0,
          scope.stream);
 }
 
 template <typename Score>
 void select(const Context& ctx, const Selection& s, const DeviceScope& scope, const CompiledKernel& compiled) {
-  const void* probe = reinterpret_cast<const void*>(&resident_select<Score, 256, 3, false>);
+  const void* probe = reinterpret_cast<const void*>(&resident_select<Score, 256, 3, false, false>);
   const DeviceFacts& facts = device_facts(ctx, scope.device, probe);
   const Problem problem{s.scores, s.row_stride, s.lengths, s.bases, s.out, s.k, static_cast<int32_t>(s.width), 0, 0};
   const int64_t scores = s.width + slack_of<Score>(s);
@@ -113,6 +113,9 @@ void select(const Context& ctx, const Selection& s, const DeviceScope& scope, co
   if (scores <= 512 * 2 * 4) return keep_resident<Score, 512, 2>(s, scope, problem);
   if (scores <= 512 * 4 * 4) return keep_resident<Score, 512, 4>(s, scope, problem);
   if (scores <= 1024 * 4 * 4 && few) return keep_resident<Score, 1024, 4>(s, scope, problem);
+  // Where all blocks start at once they may wait for the lengths; later ones had better read meanwhile.
+  if (scores <= 512 * 8 * 4 && s.rows <= 2 * facts.multiprocessors)
+    return keep_resident<Score, 512, 8, false, true>(s, scope, problem);
   if (scores <= 512 * 8 * 4) return keep_resident<Score, 512, 8>(s, scope, problem);
   stream<Score>(ctx, s, scope, facts, problem, compiled);
 }

@@ -131,6 +131,16 @@ def peer_word(tensor: Any, index: Any, rank: Any) -> Any:
     return ptx("ld.shared::cluster.b32 {$w0}, [{$r0}];", Uint32, peer_address(tensor, index, rank))
 
 
+def own_words(tensor: Any, index: Any) -> list[Any]:
+    """Four neighbours, aligned."""
+    words = arch.inline_ptx(
+        "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[(tensor.iterator + Int32(index)).toint()],
+    )
+    return [Uint32(word) for word in words]
+
+
 def peer_words(tensor: Any, index: Any, rank: Any, count: int) -> list[Any]:
     """Two or four neighbours, aligned: another block's memory is far away, so that each access should bring much."""
     names = ", ".join(f"{{$w{i}}}" for i in range(count))
@@ -142,9 +152,15 @@ def peer_words(tensor: Any, index: Any, rank: Any, count: int) -> list[Any]:
     return [Uint32(word) for word in words]
 
 
-def pack_nibbles(x: Any) -> Any:
-    x = (x | (x >> 4)) & Uint32(0x00FF00FF)
-    return (x | (x >> 8)) & Uint32(0xFFFF)
+def pack_nibbles(a: Any, b: Any) -> Any:
+    """The low nibbles of eight bytes, side by side."""
+    a, b = a & Uint32(SELECTED), b & Uint32(SELECTED)
+    return ptx("prmt.b32 {$w0}, {$r0}, {$r1}, 0x6420;", Uint32, a | (a >> 4), b | (b >> 4))
+
+
+def last_of(mask: Any) -> Any:
+    """The highest bit that is set."""
+    return ptx("bfind.u32 {$w0}, {$r0};", Uint32, mask)
 
 
 class StreamingSelect:
@@ -219,7 +235,7 @@ class StreamingSelect:
         """Leaves the team's histogram in `sums`, which is `hist` in a block alone; returns this thread's share."""
         t = Int32(arch.thread_idx()[0])
         first = Int32(BINS - 4) - 4 * t
-        a, b, c, d = (word_of(hist, first + i) for i in range(4))
+        a, b, c, d = own_words(hist, first)
         if size > 1:
             rank = Uint32(arch.block_idx_in_cluster())
             for r in cutlass.range(1, Int32(size), 1, unroll=1):
@@ -270,7 +286,7 @@ class StreamingSelect:
                     if part == 0:
                         above = Uint32(0)
                     first = Uint32(BINS - 4) - 4 * (part * 32 + lane)
-                    b0, b1, b2, b3 = (word_of(hist, first + i) for i in range(4))
+                    b0, b1, b2, b3 = own_words(hist, first)
                     total = b0 + b1 + b2 + b3
                     through = self.inclusive_sum(total)
                     owner = first_of(ballot(above + through >= rank))
@@ -819,13 +835,17 @@ class StreamingSelect:
             if first_word < word_count:
                 word = first_word + lane * UNIT
                 marked = [Uint32(0) for _ in range(UNIT)]
-                counts = Uint32(0)
-                for u in cutlass.range_constexpr(UNIT):
+                for u in cutlass.range_constexpr(0, UNIT, 4):
                     if word + u < word_count:
-                        marked[u] = word_of(words, word + u)
-                    counts += arch.popc(marked[u] & Uint32(SELECTED)) | (
-                        arch.popc(marked[u] & Uint32(EQUAL)) << 16
-                    )
+                        marked[u], marked[u + 1], marked[u + 2], marked[u + 3] = own_words(words, word + u)
+                bits = [pack_nibbles(marked[u], marked[u + 1]) for u in range(0, UNIT, 2)]
+                found = [Uint32(arch.popc(b)) for b in bits]
+                equals = [Uint32(0) for _ in bits]
+                if quota != 0:
+                    for i in cutlass.range_constexpr(UNIT // 2):
+                        equals[i] = pack_nibbles(marked[2 * i] >> 4, marked[2 * i + 1] >> 4)
+                        found[i] |= Uint32(arch.popc(equals[i])) << 16
+                counts = found[0] + found[1] + found[2] + found[3]
                 through = self.inclusive_sum(counts)
                 total = shuffle(through, 31)
                 ties_after = ties + (total >> 16)
@@ -835,30 +855,28 @@ class StreamingSelect:
                 at = ((through - counts) & 0xFFFF) + cutlass.min(tie, quota) - before
                 to = out + Int64(place + before) * 4
                 index = first_index + Int32(first_word * 16)
-                bits = [Uint32(0) for _ in range(UNIT // 2)]
-                for u in cutlass.range_constexpr(UNIT):
-                    equals = marked[u] & Uint32(EQUAL)
-                    found = arch.popc(equals)
-                    if tie >= quota:
-                        equals = Uint32(0)
-                    elif tie + found > quota:  # once a row
-                        rest, n = equals, quota - tie
-                        while n != 0:
-                            rest &= rest - 1
+                ends = [Uint32(0) for _ in bits]
+                for i in cutlass.range_constexpr(UNIT // 2):
+                    at += found[i] & 0xFFFF
+                    here = found[i] >> 16
+                    if here != 0:
+                        wanted = cutlass.min(tie + here, quota) - cutlass.min(tie, quota)
+                        kept, n = equals[i], here
+                        if wanted == 0:
+                            kept, n = Uint32(0), Uint32(0)
+                        while n != wanted:  # once a row
+                            kept ^= Uint32(1) << last_of(kept)
                             n -= 1
-                        equals ^= rest
-                    tie += found
-                    bits[u // 2] |= pack_nibbles((marked[u] & Uint32(SELECTED)) | (equals >> 4)) << (
-                        u % 2 * 16
-                    )
+                        bits[i] |= kept
+                        at += wanted
+                        tie += here
+                    ends[i] = at
                 # Several masks at a time, which do not wait for each other.
                 b0, b1, b2, b3 = bits
-                at1 = at + arch.popc(b0)
-                at2 = at1 + arch.popc(b1)
-                at3 = at2 + arch.popc(b2)
+                at0, at1, at2, at3 = ends
                 offset, staged, warp_stage = lane * (16 * UNIT), count <= STAGE, warp * STAGE
                 while (b0 | b1 | b2 | b3) != 0:
-                    b0, at = self.put(stage, warp_stage, staged, to, index, at, offset, b0)
+                    b0, at0 = self.put(stage, warp_stage, staged, to, index, at0, offset, b0)
                     b1, at1 = self.put(stage, warp_stage, staged, to, index, at1, offset + 32, b1)
                     b2, at2 = self.put(stage, warp_stage, staged, to, index, at2, offset + 64, b2)
                     b3, at3 = self.put(stage, warp_stage, staged, to, index, at3, offset + 96, b3)
@@ -866,7 +884,7 @@ class StreamingSelect:
                     arch.sync_warp()
                     i = lane
                     while i < count:
-                        self.store(to + Int64(i) * 4, index + Int32(Uint16(stage[warp * STAGE + i])))
+                        self.store(to + Int64(i) * 4, index + Int32(Uint16(stage[warp_stage + i])))
                         i += 32
                     arch.sync_warp()
                 place += total & 0xFFFF
@@ -885,15 +903,16 @@ class StreamingSelect:
         offset: Uint32,
         bits: Uint32,
     ):
-        """Writes the first of `bits`, if there is any; returns the others and the next place."""
+        """Writes the last of `bits`, if there is any, before place `at`; returns the others and its place."""
         if bits != 0:
-            found = offset + first_of(bits)
+            bit = last_of(bits)
+            found = offset + bit
+            at -= 1
             if staged:
                 stage[begin + at] = Uint16(found)
             else:
                 self.store(to + Int64(at) * 4, index + Int32(found))
-            at += 1
-            bits &= bits - 1
+            bits ^= Uint32(1) << bit
         return bits, at
 
     def store(self, address: Any, value: Any) -> None:
@@ -908,7 +927,7 @@ class StreamingSelect:
         above, equal = Uint32(0), Uint32(0)
         i = begin + lane * 4
         while i < end:
-            w = [word_of(words, i + u) for u in range(4)]
+            w = own_words(words, i)
             for u in cutlass.range_constexpr(0, 4, 2):
                 above += arch.popc((w[u] & Uint32(SELECTED)) | ((w[u + 1] & Uint32(SELECTED)) << 4))
                 equal += arch.popc((w[u] & Uint32(EQUAL)) | ((w[u + 1] & Uint32(EQUAL)) >> 4))
