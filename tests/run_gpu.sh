@@ -33,7 +33,11 @@ sanitize() {  # name, kernels, pytest's arguments...
 }
 for step in $steps; do
   case $step in
-    tests) run tests python3 -m pytest tests -q -m cuda -p no:cacheprovider ;;
+    tests)  # hypothesis's tests choose their devices by themselves
+      run tests python3 -m pytest tests -q -m "cuda or hypothesis" -p no:cacheprovider
+      run triton_scorer env KVC_TRIATTENTION_SCORER=triton \
+        python3 -m pytest tests/test_triattention.py -q -m "cuda or hypothesis" -p no:cacheprovider
+      ;;
     sanitizer)
       sanitize nvfp4 "move_pages upload_kernel" tests/test_nvfp4_ops.py \
         -k "(test_round_trip or test_unaligned_cold_rows or test_pinned_cold_rows) and not large"
