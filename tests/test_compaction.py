@@ -858,6 +858,17 @@ class TestCuda:
         torch.cuda.synchronize()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
+    @pytest.mark.parametrize(
+        ("widths", "count"), [([128] * 36, 1), ([128] * 20 + [64] * 16, 2), ([8] * 241, 2)]
+    )
+    def test_launches(self, launches: Any, widths: list[int], count: int) -> None:
+        pools = [torch.zeros(8, 2, 2, 16, width, dtype=BF16, device="cuda") for width in widths]
+        rest = random_table(1, 8, 8), random_sources(2, 128, 0, 90, 60), ints([0, 90]), ints([0])
+        inputs = [r.cuda() for r in rest]
+        kernels = launches(lambda: ops.compact_pages_(pools, *inputs))
+        assert len(kernels) == count, kernels
+        assert all("compact_kernel" in name for name in kernels)
+
     @pytest.mark.parametrize("layout", ["HND", "NHD"])
     def test_pool_beyond_2_to_31_elements(self, layout: str) -> None:
         pages, tokens, width = (1 << 31) // (32 * 128) + 64, 32, 64
