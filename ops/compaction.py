@@ -259,7 +259,8 @@ def compact_pages_(
     Requests of one call must not share a page that any of them writes. Values on the device are not checked
     unless `kvc.set_debug(True)`: a source, destination, page or `layer_map` entry out of range skips its
     moves, decreasing offsets mean no moves, and no memory outside the pools is touched. The call allocates
-    nothing, never synchronises and can be captured in a CUDA graph.
+    nothing, never synchronises and can be captured in a CUDA graph. A kernel launch takes up to 240
+    pools of one geometry: one shape but for the pages, one set of strides, one alignment.
 
     References
     ----------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -48,6 +48,20 @@ def debug_mode() -> Iterator[None]:
     kvc.set_debug(True)
     yield
     kvc.set_debug(False)
+
+
+@pytest.fixture
+def launches() -> Callable[[Callable[[], object]], list[str]]:
+    """What a call puts on the GPU: the names of kernels, copies and fills."""
+
+    def run(call: Callable[[], object]) -> list[str]:
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            torch.cuda.synchronize()
+        return [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+
+    return run
 
 
 @pytest.fixture(scope="module")

@@ -858,8 +858,20 @@ class TestCuda:
         torch.cuda.synchronize()
         assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
+    @pytest.mark.parametrize(
+        ("widths", "count"), [([128] * 36, 1), ([128] * 20 + [64] * 16, 2), ([8] * 241, 2)]
+    )
+    def test_launches(self, launches: Any, widths: list[int], count: int) -> None:
+        pools = [torch.zeros(8, 2, 2, 16, width, dtype=BF16, device="cuda") for width in widths]
+        rest = random_table(1, 8, 8), random_sources(2, 128, 0, 90, 60), ints([0, 90]), ints([0])
+        inputs = [r.cuda() for r in rest]
+        kernels = launches(lambda: ops.compact_pages_(pools, *inputs))
+        assert len(kernels) == count, kernels
+        assert all("compact_kernel" in name for name in kernels)
+
+    @pytest.mark.parametrize("free", [False, True])
     @pytest.mark.parametrize("layout", ["HND", "NHD"])
-    def test_pool_beyond_2_to_31_elements(self, layout: str) -> None:
+    def test_pool_beyond_2_to_31_elements(self, layout: str, free: bool) -> None:
         pages, tokens, width = (1 << 31) // (32 * 128) + 64, 32, 64
         shape = (pages, 1, 2, tokens, width) if layout == "HND" else (pages, 1, tokens, 2, width)
         if torch.cuda.mem_get_info()[0] < 6 << 30:
@@ -869,9 +881,13 @@ class TestCuda:
         table = ints([[pages - 1, 0, pages - 2, 1, pages // 2]])
         values = torch.randint(0, 256, (5, 1, 2, tokens, width), dtype=U8)
         pool[table[0].long().cuda()] = values.cuda()
-        sources = random_sources(2, 160, 3, 120, 57)
-        ops.compact_pages_([pool], table.cuda(), sources.cuda(), *at("cuda", [0, 120], [3]))
-        reference.compact_pages_([values], ints([[0, 1, 2, 3, 4]]), sources, ints([0, 120]), ints([3]))
+        sources, destinations = random_sources(2, 160, 3, 120, 57), None
+        if free:
+            order = torch.stack([torch.randperm(160) for _ in range(2)]).int()
+            sources, destinations = order[:, :70], order[:, 70:140]
+        moves = sources, ints([0, sources.shape[1]]), ints([3]), None, destinations
+        ops.compact_pages_([pool], table.cuda(), *(m if m is None else m.cuda() for m in moves))
+        reference.compact_pages_([values], ints([[0, 1, 2, 3, 4]]), *moves)
         assert torch.equal(pool[table[0].long().cuda()].cpu(), values)
         assert int(pool.count_nonzero()) == int(values.count_nonzero())
 

@@ -35,7 +35,8 @@ SYSTEM_LIBRARIES = re.compile(r"lib(c|m|dl|rt|pthread|gcc_s|stdc\+\+)\.so\.\d+|l
 def python(*arguments: str, folder: Path, **environment: str) -> str:
     """Standard output of a fresh interpreter that finds packages in `folder` first."""
     command = [sys.executable, *arguments]
-    variables = {**os.environ, "PYTHONPATH": str(folder), **environment}
+    path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH"))))
+    variables = {**os.environ, "PYTHONPATH": path, **environment}
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder, env=variables)
     assert result.returncode == 0, result.stderr
     return result.stdout
@@ -105,6 +106,36 @@ print(torch.cuda.is_initialized(), sorted(new))
 
 def test_importing_initialises_no_cuda_and_imports_nothing_else(tmp_path: Path) -> None:
     assert python("-c", IMPORT, folder=tmp_path) == "False ['kvc']\n"
+
+
+CONTEXTS = """
+import ctypes
+driver = ctypes.CDLL("libcuda.so.1")
+assert driver.cuInit(0) == 0
+
+def active():
+    flags, state = ctypes.c_uint(), ctypes.c_int()
+    assert driver.cuDevicePrimaryCtxGetState(0, ctypes.byref(flags), ctypes.byref(state)) == 0
+    return state.value
+
+import kvc
+print(active(), end=" ")
+import kvc.methods
+print(active(), end=" ")
+import torch
+layout = kvc.PageLayout.attention(2, 2, 64, 8, torch.bfloat16)
+print(active(), end=" ")
+layout.table.cuda()
+print(active())
+"""
+
+
+@pytest.mark.cuda
+def test_importing_creates_no_cuda_context(tmp_path: Path) -> None:
+    """Nor does building a layout; the driver knows, and the last line of the script shows that it would tell."""
+    for name in ("pydantic", "safetensors", "xxhash"):
+        pytest.importorskip(name, reason="needs kvc[methods]")
+    assert python("-c", CONTEXTS, folder=tmp_path) == "0 0 0 1\n"
 
 
 def test_version_has_one_source() -> None:

@@ -1,4 +1,7 @@
-"""The machine code in the installed CUDA library: every architecture, the E2M1 instruction where it exists."""
+"""The machine code in the installed CUDA library: every architecture, the E2M1 instruction where it exists.
+
+CuTe DSL's and Triton's is data of the library, which cuobjdump does not see; kernels/common/aot.py says what it wrote.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,8 @@ KERNELS = [
     ("topk", "settle"),
     ("triattention", "triattention"),
 ]
+CUTE = re.compile(r"streaming_select_\w+|triattention_score_\w+")
+CUTE_ARCHITECTURES = ("sm_90a", "sm_100f")
 CONVERSION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+ )?(F2FP\.\S*E2M1\S*)", re.MULTILINE)
 
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="kvc was built without CUDA")
@@ -57,6 +62,32 @@ def test_every_family_has_an_image(cuobjdump: Path, architecture: str) -> None:
     listed = dump(cuobjdump, "--list-ptx" if ptx else "--list-elf", "-arch", name)
     for family, source in KERNELS:
         assert re.search(rf"\b{source}\b", listed), f"{family} has no {ptx or 'machine code'} of {name}"
+
+
+def compiled_kernels() -> dict[str, list[tuple[int, int]]]:
+    """The first and the last compute capability of each image of each kernel of CuTe DSL and Triton."""
+    assert LIBRARY is not None
+    found = re.findall(rb"kvc has compiled (\w+) ([\d -]+)\0", LIBRARY.read_bytes())
+    images = {name.decode(): re.findall(rb"(\d+)-(\d+)", ranges) for name, ranges in found}
+    return {name: [(int(first), int(last)) for first, last in ranges] for name, ranges in images.items()}
+
+
+def test_every_compiled_kernel_has_an_image() -> None:
+    kernels = compiled_kernels()
+    assert (
+        sum(bool(CUTE.fullmatch(name)) for name in kernels) == 3 + 24
+    )  # dtypes; dtypes, head dims and groups
+    for family in ("pack_", "settle_", "triattention_", "mean_phase"):
+        assert any(name.startswith(family) for name in kernels if not CUTE.fullmatch(name)), family
+    for name, images in kernels.items():
+        cute = bool(CUTE.fullmatch(name))
+        assert cute == ((0, 10_000) not in images), name  # PTX for any GPU is Triton's
+        for architecture in ARCHITECTURES:
+            if "+" in architecture or (cute and architecture not in CUTE_ARCHITECTURES):
+                continue
+            capability = int(re.sub(r"\D", "", architecture))
+            covering = [image for image in images if image[0] <= capability <= image[1] < 10_000]
+            assert len(covering) == 1, f"{name} has {len(covering)} images for {architecture}: {images}"
 
 
 @pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if "+" not in name])

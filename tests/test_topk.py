@@ -6,6 +6,7 @@ lengths that are not those of the memory, and state left behind by the row or th
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -219,6 +220,17 @@ class TestRows:
         scores = torch.stack(order).float()
         scores[scores == width - k - 1] = width - k  # the values of ranks k and k + 1
         check("cuda", scores, full(scores), k)
+
+    @pytest.mark.cuda
+    def test_all_zero_rows_by_the_hundred(self) -> None:
+        # What overflows the buffers of every block at once: tests/run_gpu.sh looks for races here.
+        rows, width, k = 512, 131_072, 2048
+        scores = torch.zeros(rows, width, device="cuda")
+        lengths = full(scores).cuda()
+        last = torch.arange(width - k, width, device="cuda").expand(rows, k).contiguous()
+        first = torch.arange(k, dtype=torch.int32).expand(rows, k)
+        same(kvc.radix_topk(scores, lengths, k), first, "radix_topk")
+        same(kvc.settle_ties(scores, lengths, last), first, "settle_ties")
 
     @pytest.mark.parametrize("width", [1_000_003, 1 << 20])
     def test_a_million_columns(self, device: torch.device, width: int) -> None:
@@ -585,13 +597,19 @@ class TestFramework:
         assert extra.kwarg_only
         assert extra.alias_info.is_write
 
-    def test_repeats_are_equal(self, device: torch.device) -> None:
-        scores = torch.cat((normal(20, 9000), (normal(20, 9000, seed=1) - 1.28).relu())).to(device)
-        lengths = torch.randint(0, 9001, (40,), generator=torch.Generator().manual_seed(2)).int().to(device)
-        first = kvc.radix_topk(scores, lengths, 1000)
-        same(first, reference.radix_topk(scores.cpu(), lengths.cpu(), 1000), "radix_topk")
+    @pytest.mark.parametrize("op", OPS)
+    @pytest.mark.parametrize("width", [9000, 30_000])
+    def test_repeats_are_equal(self, device: torch.device, op: str, width: int) -> None:
+        scores = torch.cat((normal(20, width), (normal(20, width, seed=1) - 1.28).relu()))
+        lengths = torch.randint(0, width + 1, (40,), generator=torch.Generator().manual_seed(2)).int()
+        given: dict[str, Any] = {"scores": scores, "lengths": lengths, "k": 1000}
+        if op == "settle_ties":
+            given["provisional"] = hostile(scores, lengths, given.pop("k"))
+        given = moved(given, device)
+        first = getattr(kvc, op)(**given)
+        same(first, reference.radix_topk(scores, lengths, 1000), op)
         for _ in range(1000 if device.type == "cuda" else 20):
-            assert torch.equal(kvc.radix_topk(scores, lengths, 1000), first)
+            assert torch.equal(getattr(kvc, op)(**given), first)
 
     def test_threads_agree(self) -> None:
         scores = (normal(3, 100_000) - 1.28).relu()
@@ -607,8 +625,55 @@ class TestFramework:
             torch.set_num_threads(before)
 
 
+def multiprocessors() -> int:
+    """What the current context may use, by the driver."""
+    driver, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_void_p()
+    resource = (ctypes.c_uint * 64)()  # a CUdevResource: sm.smCount is at byte 96
+    assert driver.cuCtxGetCurrent(ctypes.byref(context)) == 0
+    assert driver.cuCtxGetDevResource(context, resource, 1) == 0  # CU_DEV_RESOURCE_TYPE_SM
+    return resource[24]
+
+
+def select_on_few_multiprocessors(few: int = 8) -> None:
+    # Resident rows, streaming ones, those that a cluster shares, with the compiled kernel and with the C++ one.
+    shapes = [(400, 900, 64), (40, 9000, 1000), (200, 40_000, 2048), (30, 300_000, 2048)]
+    shapes += [(1, 300_000, 2048), (2, 1_000_000, 8192), (1, 3_000_000, 2048)]
+    work = []
+    for index, (rows, width, k) in enumerate(shapes):
+        scores = (normal(rows, width, seed=index) * 50).round().cuda()
+        lengths = ints([width - i % 3 for i in range(rows)], "cuda")
+        expected = reference.radix_topk(scores, lengths, k).cpu()
+        work.append((scores, lengths, hostile(scores, lengths, k), expected))
+    try:
+        from torch.cuda.green_contexts import GreenContext
+
+        context: Any = GreenContext.create(num_sms=few, device_id=0)
+    except (ImportError, RuntimeError) as error:
+        print("no green contexts:", str(error).partition("\n")[0])
+        return
+    context.set_context()
+    for scores, lengths, provisional, expected in work:
+        shape = f"of {list(scores.shape)}"
+        same(kvc.radix_topk(scores, lengths, expected.shape[1]), expected, f"radix_topk {shape}")
+        same(kvc.settle_ties(scores, lengths, provisional), expected, f"settle_ties {shape}")
+        assert multiprocessors() == few
+    context.pop_context()
+
+
 @pytest.mark.cuda
 class TestCuda:
+    def test_few_multiprocessors(self) -> None:
+        # A process of its own: blocks that wait for others which are never there would hang every other test too.
+        script = (
+            f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})\n"
+            "import test_topk; test_topk.select_on_few_multiprocessors()"
+        )
+        command = [sys.executable, "-c", script]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+        if done.stdout:
+            pytest.skip(done.stdout.strip())
+
     @pytest.mark.parametrize("op", OPS)
     @pytest.mark.parametrize(("rows", "width", "k"), [(3, 40, 8), (40, 5000, 700), (2, 300_000, 3000)])
     def test_graph_replay_reads_new_contents(self, op: str, rows: int, width: int, k: int) -> None:
@@ -667,7 +732,8 @@ class TestCuda:
         stream.synchronize()
         same(result, expected_of(op, given), op)
 
-    def test_20000_calls_on_two_streams(self) -> None:
+    @pytest.mark.parametrize(("op", "calls"), [("radix_topk", 20_000), ("settle_ties", 5000)])
+    def test_thousands_of_calls_on_two_streams(self, op: str, calls: int) -> None:
         streams = [torch.cuda.Stream() for _ in range(2)]
         shapes = [(3, 2304, 512), (2, 20000, 700), (1, 70000, 2048), (5, 300, 299)]
         work = []
@@ -677,13 +743,14 @@ class TestCuda:
             expected = reference.radix_topk(scores, lengths, k).cuda()
             outs = [torch.empty_like(expected) for _ in streams]
             wrong = [torch.zeros((), dtype=torch.int64, device="cuda") for _ in streams]
-            work.append((scores.cuda(), lengths.cuda(), k, expected, outs, wrong))
+            last = k if op == "radix_topk" else hostile(scores, lengths, k).cuda()
+            work.append((scores.cuda(), lengths.cuda(), last, expected, outs, wrong))
         torch.cuda.synchronize()
-        for call in range(20000):
-            scores, lengths, k, expected, outs, wrong = work[call % len(work)]
+        for call in range(calls):
+            scores, lengths, last, expected, outs, wrong = work[call % len(work)]
             side = call // 3 % 2
             with torch.cuda.stream(streams[side]):
-                kvc.radix_topk(scores, lengths, k, out=outs[side])
+                getattr(kvc, op)(scores, lengths, last, out=outs[side])
                 if call % 7 == 0:
                     wrong[side].add_((outs[side] != expected).any())
         torch.cuda.synchronize()

@@ -9,7 +9,8 @@ A kernel with an argument ``PDL`` gets True for it from 9.0 on, and must then be
 launched while the kernel before it ends.
 A CuTe DSL module lists its kernels in ``CUTE``: name -> (an object to ``cute.compile``, example arguments), where the
 object launches one kernel. Each gets machine code for the given targets only: other GPUs need another kernel.
-The result holds a ``const kvc::CompiledKernel kvc::compiled::<name>`` (kernels/common/compiled.h) for each.
+The result holds a ``const kvc::CompiledKernel kvc::compiled::<name>`` (kernels/common/compiled.h) for each, and a text
+that tests find in the library: ``kvc has compiled <name> <first>-<last> ...``, the capabilities of each image.
 """
 
 from __future__ import annotations
@@ -167,6 +168,9 @@ def emit(name: str, images: list[Image]) -> str:
     # Constants are local to a file unless declared extern first.
     table = f"extern const CompiledKernel {name};\n"
     table += f'const CompiledKernel {name}{{"{name}", {images[0].threads}, {{{", ".join(rows)}}}}};\n'
+    ranges = " ".join(f"{image.first}-{image.last}" for image in images)
+    table += f"extern const char {name}_images[];\n"
+    table += f'const char {name}_images[] = "kvc has compiled {name} {ranges}";\n'
     return "namespace {\n" + "".join(arrays) + "}  // namespace\n" + table
 
 

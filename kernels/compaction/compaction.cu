@@ -1,4 +1,4 @@
-// In-place compaction of paged pools: one launch moves the tokens of any number of layers of one geometry.
+// In-place compaction of paged pools: one launch moves the tokens of up to kMaxLayers layers of one geometry.
 //
 // The unit of order is a list: the moves of one layer, request, plane, head and slice of the row. Lists write disjoint
 // bytes (bytes of different layers, planes, heads and slices are different bytes; requests do not share a page that
