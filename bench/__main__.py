@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import bench_compaction, bench_methods, bench_nvfp4, bench_topk, bench_triattention, common, report
+from bench.peers import reason
 
 FAMILIES: dict[str, ModuleType] = {
     "nvfp4": bench_nvfp4,
@@ -63,7 +64,8 @@ def run(
 
     def save() -> None:
         """At first, to learn whether it works; then after each part, as a run cut short has measured something too."""
-        common.write(json, {"benchmark": "all", "families": results, "failed": failed, "seconds": seconds})
+        content = {"benchmark": "all", "families": results, "failed": failed, "seconds": seconds}
+        common.write(json, content, peers)
 
     save()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -78,7 +80,7 @@ def run(
                 Exception,
                 SystemExit,
             ) as error:  # hours of other results are worth keeping; the exit status tells
-                failed[f"{family}: {name}"] = f"{type(error).__name__}: {error}"
+                failed[f"{family}: {name}"] = f"{type(error).__name__}: {reason(error)}"
                 screen.print(
                     Text(f"{family}: {name} failed: {failed[f'{family}: {name}']}", style="bold red")
                 )
@@ -88,10 +90,7 @@ def run(
                 if family in FAMILIES:
                     FAMILIES[family].show(found)
             seconds[f"{family}: {name}"] = round(perf_counter() - begin, 1)
-            # After each part, as a run that is cut short has measured something too.
-            common.write(
-                json, {"benchmark": "all", "families": results, "failed": failed, "seconds": seconds}
-            )
+            save()
             progress.advance(task)
     screen.print(f"wrote {json}")
     if failed:
