@@ -25,6 +25,7 @@ FAMILIES: dict[str, ModuleType] = {
     "triattention": bench_triattention,
     "methods": bench_methods,
 }
+PAGES = [Path("README.md"), Path("docs/benchmarks.md"), Path("docs/tiers.md")]
 app = typer.Typer(add_completion=False, help=__doc__)
 Results = Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="What a run has written.")]
 
@@ -100,14 +101,18 @@ def run(
 @app.command("report")
 def report_command(
     results: Results,
-    readme: Annotated[Path, typer.Option(help="Where the tables go, between markers.")] = Path("README.md"),
+    page: Annotated[list[Path], typer.Option(help="Where tables go, between markers; repeatable.")] = PAGES,
     plots: Annotated[Path, typer.Option(help="Folder of the plots.")] = Path("docs"),
 ) -> None:
-    """Write the tables of the README and the plots. Of a family in several files the last one counts."""
+    """Write the tables of the pages and the plots. Of a family in several files the last one counts."""
     runs = report.load(results)
     screen = Console()
-    for name in report.write_tables(readme, runs):
-        screen.print(f"{readme}: {name}")
+    for path in page:
+        written, left = report.write_tables(path, runs)
+        screen.print(f"{path}: {', '.join(written) or 'nothing'}", soft_wrap=True)
+        if left:
+            text = f"{path}: without results and left as it was: {', '.join(left)}"
+            screen.print(text, style="bold red", soft_wrap=True)
     for path in report.draw(plots, runs):
         screen.print(str(path))
 
