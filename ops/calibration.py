@@ -752,7 +752,8 @@ def _from_heads(content: dict[str, Any], source: str, geometry: _Geometry | None
             f"stats and metadata in {source}", "dictionaries", (type(stats).__name__, type(metadata).__name__)
         )
     if geometry is None:
-        raise _refusal("model", f"given, since {source} holds no rotary frequencies", "None")
+        holds = f"{source} holds no rotary frequencies (python -m kvc.calibrate convert adds them)"
+        raise _refusal("model", f"given, since {holds}", "None")
     expected = {
         "rope_style": "half",
         "head_dim": geometry.head_dim,
