@@ -811,8 +811,8 @@ def _from_heads(content: dict[str, Any], source: str, geometry: _Geometry | None
 def report(calibration: Calibration, plot: Path | str | None = None) -> Table:
     """Tell whether a model's queries are concentrated, which is what TriAttention lives on.
 
-    The mean resultant length R = |E q| / E|q| of a frequency is 1 when all queries point the same way before rotation
-    and near 0 when they point everywhere: then their mean says nothing about the next query.
+    The mean resultant length R = ``|E q| / E|q|`` of a frequency is 1 when all queries point the same way before
+    rotation and near 0 when they point everywhere: then their mean says nothing about the next query.
 
     Parameters
     ----------
