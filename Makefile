@@ -41,7 +41,8 @@ format: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m pytest bench/bench_*.py --benchmark-only --benchmark-autosave \
-	  $(if $(wildcard .benchmarks/*/*.json),--benchmark-compare --benchmark-compare-fail=median:30%)
+	  --benchmark-storage=file://$(abspath $(VENV))/benchmarks \
+	  $(if $(wildcard $(VENV)/benchmarks/*/*.json),--benchmark-compare --benchmark-compare-fail=median:30%)
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs
