@@ -81,7 +81,8 @@ def reason(error: BaseException) -> str:
         r"(?<![\w./])/(?:[^\s/]+/)+", "", str(error)
     )  # a file's name says enough, its folder is private
     found = re.search(r"; error\s*:\s*(.+)", text)
-    return found[1] if found else (text.splitlines() or [type(error).__name__])[0]
+    lines = [line for line in text.splitlines() if line and not line.endswith("raised:")]
+    return found[1] if found else (lines or [type(error).__name__])[0]
 
 
 def pins(folder: Path | None) -> dict[str, str]:

@@ -141,6 +141,7 @@ def test_results_name_packages_but_no_folders(modules: Callable[[str], Any]) -> 
     assert (
         peers.reason(OSError("see csrc/a/b.cu and https://a.b/c/d")) == "see csrc/a/b.cu and https://a.b/c/d"
     )
+    assert peers.reason(RuntimeError("backend='inductor' raised:\nValueError: no")) == "ValueError: no"
     assert peers.pins(None) == {}
     assert "flashinfer-python" in peers.pins(Path("folder"))
     assert "kvc" in common.environment()["packages"]
