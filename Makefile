@@ -17,7 +17,7 @@ help:
 	@echo "make demo    install kvc into $(VENV) and move a real model's KV cache through cold pages and back"
 	@echo "make test    install kvc and the developers' tools, check formats and types, run all tests"
 	@echo "make check   formats and types only;  make format  applies the formatters"
-	@echo "make bench   benchmarks that need no GPU;  tests/run_gpu.sh runs everything that needs one"
+	@echo "make bench   benchmarks that need no GPU, against the last run;  tests/run_gpu.sh runs all that needs one"
 	@echo "make docs    the documentation, as HTML, into build/docs"
 	@echo "make clean   remove $(VENV) and what was built"
 	@echo
@@ -40,7 +40,9 @@ format: $(VENV)/installed-dev
 	| xargs $(BIN)/python -c 'import clang_format; clang_format.clang_format()' -i
 
 bench: $(VENV)/installed-dev
-	$(BIN)/python -m pytest bench/bench_*.py --benchmark-only
+	$(BIN)/python -m pytest bench/bench_*.py --benchmark-only --benchmark-autosave \
+	  --benchmark-storage=file://$(abspath $(VENV))/benchmarks \
+	  $(if $(wildcard $(VENV)/benchmarks/*/*.json),--benchmark-compare --benchmark-compare-fail=median:30%)
 
 docs: $(VENV)/installed-docs
 	$(BIN)/python -m sphinx -W --keep-going -q docs build/docs

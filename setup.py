@@ -222,10 +222,17 @@ def stub_libtorch_cuda(folder: Path) -> Path:
     """An empty library of that name, so that a build beside a CPU torch records the need for the real one."""
     stub = folder / "stub"
     stub.mkdir(exist_ok=True)
-    source = stub / "empty.c"
+    source = stub / "empty.cpp"
     source.write_text("")
     subprocess.run(
-        ["gcc", "-shared", "-Wl,-soname,libtorch_cuda.so", str(source), "-o", str(stub / "libtorch_cuda.so")],
+        [
+            os.environ.get("CXX", "g++"),
+            "-shared",
+            "-Wl,-soname,libtorch_cuda.so",
+            str(source),
+            "-o",
+            str(stub / "libtorch_cuda.so"),
+        ],
         check=True,
     )
     return stub

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from bench import bench_compaction, bench_methods, bench_nvfp4, bench_topk, bench_triattention, common, report
+from bench.peers import reason
 
 FAMILIES: dict[str, ModuleType] = {
     "nvfp4": bench_nvfp4,
@@ -24,6 +25,7 @@ FAMILIES: dict[str, ModuleType] = {
     "triattention": bench_triattention,
     "methods": bench_methods,
 }
+PAGES = [Path("README.md"), Path("docs/benchmarks.md"), Path("docs/tiers.md")]
 app = typer.Typer(add_completion=False, help=__doc__)
 Results = Annotated[list[Path], typer.Argument(exists=True, dir_okay=False, help="What a run has written.")]
 
@@ -63,7 +65,8 @@ def run(
 
     def save() -> None:
         """At first, to learn whether it works; then after each part, as a run cut short has measured something too."""
-        common.write(json, {"benchmark": "all", "families": results, "failed": failed, "seconds": seconds})
+        content = {"benchmark": "all", "families": results, "failed": failed, "seconds": seconds}
+        common.write(json, content, peers)
 
     save()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -78,7 +81,7 @@ def run(
                 Exception,
                 SystemExit,
             ) as error:  # hours of other results are worth keeping; the exit status tells
-                failed[f"{family}: {name}"] = f"{type(error).__name__}: {error}"
+                failed[f"{family}: {name}"] = f"{type(error).__name__}: {reason(error)}"
                 screen.print(
                     Text(f"{family}: {name} failed: {failed[f'{family}: {name}']}", style="bold red")
                 )
@@ -88,10 +91,7 @@ def run(
                 if family in FAMILIES:
                     FAMILIES[family].show(found)
             seconds[f"{family}: {name}"] = round(perf_counter() - begin, 1)
-            # After each part, as a run that is cut short has measured something too.
-            common.write(
-                json, {"benchmark": "all", "families": results, "failed": failed, "seconds": seconds}
-            )
+            save()
             progress.advance(task)
     screen.print(f"wrote {json}")
     if failed:
@@ -101,14 +101,18 @@ def run(
 @app.command("report")
 def report_command(
     results: Results,
-    readme: Annotated[Path, typer.Option(help="Where the tables go, between markers.")] = Path("README.md"),
+    page: Annotated[list[Path], typer.Option(help="Where tables go, between markers; repeatable.")] = PAGES,
     plots: Annotated[Path, typer.Option(help="Folder of the plots.")] = Path("docs"),
 ) -> None:
-    """Write the tables of the README and the plots. Of a family in several files the last one counts."""
+    """Write the tables of the pages and the plots. Of a family in several files the last one counts."""
     runs = report.load(results)
     screen = Console()
-    for name in report.write_tables(readme, runs):
-        screen.print(f"{readme}: {name}")
+    for path in page:
+        written, left = report.write_tables(path, runs)
+        screen.print(f"{path}: {', '.join(written) or 'nothing'}", soft_wrap=True)
+        if left:
+            text = f"{path}: without results and left as it was: {', '.join(left)}"
+            screen.print(text, style="bold red", soft_wrap=True)
     for path in report.draw(plots, runs):
         screen.print(str(path))
 

@@ -24,6 +24,7 @@ from bench.peers import on_this_stream, optional
 
 BF16, E4M3 = torch.bfloat16, torch.float8_e4m3fn
 BUDGET, EVICTED = 2048, 128
+OF_ORDERED_BAR = 0.2  # time of the fill form
 
 
 @dataclass
@@ -79,6 +80,15 @@ class Case:
         return lambda: kvc.pack_fill_moves(
             *arguments, self.layers, self.heads, self.requests * self.evicted, 0
         )
+
+    def pack_by_torch(self) -> dict[str, Callable[[], Any]]:
+        arguments = (self.kept, self.lengths, self.offsets, self.requests * self.budget)
+        ways = common.by_torch(move_sources)
+        return {way: lambda run=run: (run(*arguments),) for way, run in ways.items()}  # type: ignore[misc]
+
+    def pack_fill_by_torch(self) -> dict[str, Callable[[], Any]]:
+        arguments = (self.kept, self.bases, self.fill_offsets, self.requests * self.evicted)
+        return {way: partial(run, *arguments) for way, run in common.by_torch(fill_moves).items()}
 
     def nbytes(self, sources: Tensor, destinations: Tensor) -> int:
         """Bytes read and written: tokens that stay are neither."""
@@ -179,9 +189,9 @@ def compaction_rows(copy: float, only: str) -> list[Row]:
         rows.append(row(f"ordered: {name}", ordered, copy, bar))
         run, moved = case.fill()
         filled = common.rate(moved, common.gpu_times(run, repeats=repeats(case.requests)))
-        rows.append(
-            row(f"fill: {name}", filled, copy, fill_bar, of_ordered_time=filled["us"] / ordered["us"])
-        )
+        of_ordered = {"of_ordered_time": filled["us"] / ordered["us"]}
+        of_ordered |= {"of_ordered_bar": OF_ORDERED_BAR} if fill_bar else {}
+        rows.append(row(f"fill: {name}", filled, copy, fill_bar, **of_ordered))
         del case, run
         torch.cuda.empty_cache()
     return rows
@@ -229,9 +239,31 @@ def baseline_rows(copy: float) -> list[Row]:
     return rows
 
 
-def repeat(run: Callable[[], Any], times: int) -> None:
-    for _ in range(times):
-        run()
+def move_sources(kept: Tensor, lengths: Tensor, offsets: Tensor, total: int) -> Tensor:
+    """`pack_move_sources` of a decision row per head as PyTorch; every column belongs to a request."""
+    column = torch.arange(total, dtype=torch.int32, device=kept.device)
+    request = torch.searchsorted(offsets, column, right=True) - 1
+    move, count = column - offsets[request], kept.shape[2]
+    picked = kept[request, :, move.clamp(max=count - 1).long()].T
+    return torch.where(move < count, picked, lengths[request] + move - count)
+
+
+def fill_moves(kept: Tensor, bases: Tensor, offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """`pack_fill_moves` of a decision row per head as PyTorch: the movers' and the holes' ranks are their columns."""
+    requests, heads, count = kept.shape
+    base = bases.view(-1, 1, 1)
+    place = (kept - base).long()
+    stays = torch.zeros(requests, heads, count + 1, dtype=torch.bool, device=kept.device)
+    holes = ~stays.scatter(2, place.clamp(max=count), True)[..., :count]
+    places = (base + torch.arange(count, dtype=torch.int32, device=kept.device)).expand_as(kept)
+
+    def packed(chosen: Tensor, tokens: Tensor) -> Tensor:
+        column = (offsets[:-1].view(-1, 1, 1) + chosen.cumsum(2) - 1).masked_fill(~chosen, total)
+        out = torch.full((heads, total + 1), -1, dtype=torch.int32, device=kept.device)
+        column, tokens = (x.transpose(0, 1).flatten(1) for x in (column, tokens))
+        return out.scatter(1, column, tokens)[:, :total]  # what is not chosen has one column of its own
+
+    return packed(place >= count, kept), packed(holes, places)
 
 
 def packing_rows() -> list[Row]:
@@ -240,19 +272,18 @@ def packing_rows() -> list[Row]:
     union = Case(64, layers=1)
     union.kept = union.kept[:, :1].contiguous()
     packs = {
-        "pack_move_sources, a row per head": (case.pack(), 4.0),
-        "pack_move_sources, one row": (union.pack(), 4.0),
-        "pack_fill_moves, a row per head": (case.pack_fill(), None),
+        "pack_move_sources, a row per head": (case.pack(), 4.0, case.pack_by_torch()),
+        "pack_move_sources, one row": (union.pack(), 4.0, {}),
+        "pack_fill_moves, a row per head": (case.pack_fill(), None, case.pack_fill_by_torch()),
     }
-    for name, (run, bar) in packs.items():
+    for name, (run, bar, others) in packs.items():
         for cold in (True, False):
             times = common.gpu_times(run, repeats=60, cold=cold)
             text = f"{name}: 64 requests, 8 heads, 2,048 kept, {'cold' if cold else 'warm'} L2"
             rows.append({"case": text, **common.summary(times)})
-        # Two events around one kernel measure themselves too; twenty in a graph show what one costs.
-        times = [t / 20 for t in common.gpu_times(partial(repeat, run, 20), repeats=60)]
         text = f"{name}: 64 requests, 8 heads, 2,048 kept, each of 20 in a graph"
-        rows.append({"case": text, **common.summary(times), "bar_us": bar})
+        rows.append({"case": text, **common.summary(common.times_of_each(run)), "bar_us": bar})
+        rows += common.beside_rows(text, rows[-1]["us"], others, run()[: 1 + ("fill" in name)])
     empty = torch.zeros(1, device="cuda")
     times = common.gpu_times(lambda: empty.add_(1), repeats=60)
     rows.append({"case": "a kernel of one element, for comparison", **common.summary(times)})
@@ -287,6 +318,7 @@ def cpu_rows() -> list[Row]:
 
 def notes_of(r: Row) -> list[str]:
     notes = [f"{r['of_ordered_time']:.3f} of ordered"] if "of_ordered_time" in r else []
+    notes += [f"bar {r['of_ordered_bar']}"] if "of_ordered_bar" in r else []
     notes += [f"peak +{r['peak_bytes'] / 2**20:.0f} MiB"] if "peak_bytes" in r else []
     notes += [f"{r['of_kvc']:.1f} times kvc's time"] if "of_kvc" in r else []
     return notes

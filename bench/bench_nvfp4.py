@@ -159,7 +159,7 @@ def pinned_rows(plain: common.Plain, only: str) -> list[Row]:
         )
         out = timed(partial(host.copy_, staged, non_blocking=True))
         into = timed(partial(staged.copy_, host, non_blocking=True))
-        bar = 0.97 if name != "lossless BF16" else None
+        bar, engine_bar = (0.97, 0.92) if name != "lossless BF16" else (None, None)
         rows += [
             row(f"ceiling: plain stores, {name} cold bytes", store, store["gb_per_s"]),
             row(f"ceiling: plain loads, {name} cold bytes", load, load["gb_per_s"]),
@@ -179,6 +179,7 @@ def pinned_rows(plain: common.Plain, only: str) -> list[Row]:
                         ceiling,
                         bar if ctas == 16 else None,
                         share_of_copy_engine=result["gb_per_s"] / engine,
+                        copy_engine_bar=engine_bar if ctas == 16 and direction == "encode to" else None,
                         pages_per_s=case.pages / result["us"] * 1e6,
                     )
                 )
@@ -216,8 +217,8 @@ def single_page_rows(plain: common.Plain) -> list[Row]:
 
 
 def transfer_rows() -> list[Row]:
-    """Pages of one buffer, 4 KiB to 4 MiB of BF16, to pinned memory: quantized by the copy that moves them, in two
-    steps, or whole. A row counts the bytes that cross the link; events around plain calls, so launches count too."""
+    """Pages of one buffer, 4 KiB to 4 MiB of BF16, to pinned memory and back: quantized by the copy that moves them, in
+    two steps, or whole. A row counts the bytes that cross the link; events around plain calls, launches included."""
     rows: list[Row] = []
     for size in [4096 << i for i in range(11)]:
         pages = max(32, min(1024, (64 << 20) // size))
@@ -225,41 +226,61 @@ def transfer_rows() -> list[Row]:
         hot = case.pools[0]
         cold, whole = case.pinned(), torch.empty(hot.shape, dtype=BF16, pin_memory=True)
         order = case.pairs[:, 1].long().contiguous()
-        sources, targets = [hot[i] for i in order.tolist()], list(whole)
-        to_hbm = case.encode()
-        to_hbm()
-        as_cold, as_hot = case.cold.cpu(), hot[order.to(hot.device)].cpu()
+        on_gpu, on_host = [hot[i] for i in order.tolist()], list(whole)
+        back = order.argsort()
+        to_hbm, from_hbm, batch = case.encode(), case.decode(), common.plain().batch
+        store = partial(cold.copy_, case.cold, non_blocking=True)
+        load = partial(case.cold.copy_, cold, non_blocking=True)
 
-        def two_steps(case: Case = case, cold: torch.Tensor = cold, encode: Any = to_hbm) -> None:
-            encode()
-            cold.copy_(case.cold, non_blocking=True)
-
-        def one_by_one(targets: Any = targets, sources: Any = sources) -> None:
+        def one_by_one(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
             for target, source in zip(targets, sources, strict=True):
                 target.copy_(source, non_blocking=True)
 
-        batch = partial(common.plain().batch, hot, order, whole)
-        ways: dict[str, tuple[Callable[[], Any], torch.Tensor, torch.Tensor]] = {
-            "kvc, into pinned memory": (case.encode(cold), cold, as_cold),
-            "kvc into HBM, then one copy": (two_steps, cold, as_cold),
-            "copy_ page by page, BF16": (one_by_one, whole, as_hot),
-            "cudaMemcpyBatchAsync, BF16": (batch, whole, as_hot),
+        # What is called, how many bytes of which tensor cross the link, where they arrive, and what must arrive.
+        both: dict[str, dict[str, tuple[Callable[[], Any], torch.Tensor, torch.Tensor, torch.Tensor]]] = {}
+        untouched = hot.clone()
+        to_hbm()
+        as_cold, as_whole = case.cold.clone(), untouched[order.to(hot.device)]
+        from_hbm()
+        restored = hot.clone()
+        both["out"] = {
+            "kvc, into pinned memory": (case.encode(cold), cold, cold, as_cold),
+            "kvc into HBM, then one copy": (partial(in_turn, to_hbm, store), cold, cold, as_cold),
+            "copy_ page by page, BF16": (partial(one_by_one, on_host, on_gpu), whole, whole, as_whole),
+            "cudaMemcpyBatchAsync, BF16": (partial(batch, hot, order, whole), whole, whole, as_whole),
         }
-        for way, (run, target, expected) in ways.items():
-            target.zero_()
-            name = f"{case.pages} pages of {size >> 10} KiB: {way}"
-            fields = {"case": name, "way": way, "page_bytes": size, "pages": case.pages}
-            try:
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    times = common.gpu_times(run, repeats=7, cold=False, graph=False, warm_s=0.01)
-            except RuntimeError as error:
-                rows.append({**fields, "refuses": str(error)})
-                continue
-            if not torch.equal(target, expected):
-                raise SystemExit(f"{name}: other bytes arrived")
-            result = common.rate(target.nbytes, times)
-            rows.append({**fields, **result, "us_page": result["us"] / case.pages})
+        both["in"] = {
+            "kvc, from pinned memory": (case.decode(cold), cold, hot, restored),
+            "one copy, then kvc in HBM": (partial(in_turn, load, from_hbm), cold, hot, restored),
+            "copy_ page by page, BF16": (partial(one_by_one, on_gpu, on_host), whole, hot, untouched),
+            "cudaMemcpyBatchAsync, BF16": (partial(batch, whole, back, hot), whole, hot, untouched),
+        }
+        for direction, ways in both.items():
+            for way, (run, crossing, target, expected) in ways.items():
+                cold.copy_(as_cold)
+                whole.copy_(as_whole)
+                hot.copy_(untouched)
+                target.zero_()
+                torch.cuda.synchronize()  # what follows is on a stream of its own
+                name = f"{case.pages} pages of {size >> 10} KiB{' back' * (direction == 'in')}: {way}"
+                fields = {"case": name, "way": way, "direction": direction, "page_bytes": size}
+                fields["pages"] = case.pages
+                try:
+                    with torch.cuda.stream(torch.cuda.Stream()):
+                        times = common.gpu_times(run, repeats=7, cold=False, graph=False, warm_s=0.01)
+                except RuntimeError as error:
+                    rows.append({**fields, "refuses": reason(error)})
+                    continue
+                if not torch.equal(target.to(expected.device), expected):
+                    raise SystemExit(f"{name}: other bytes arrived")
+                result = common.rate(crossing.nbytes, times)
+                rows.append({**fields, **result, "us_page": result["us"] / case.pages})
     return rows
+
+
+def in_turn(*runs: Callable[[], Any]) -> None:
+    for run in runs:
+        run()
 
 
 def beside_rows(size: int = 8192, products: int = 30) -> list[Row]:
@@ -474,13 +495,14 @@ def show(rows: list[Row]) -> None:
             table.add_row(r["case"], *[""] * 5, r["refuses"])
             continue
         share = r.get("share", r.get("ratio", r.get("slowdown")))
+        engine_bar = f", bar {r['copy_engine_bar']}" if r.get("copy_engine_bar") else ""
         table.add_row(
             r["case"],
             f"{r['us']:.1f}",
             f"{r['gb_per_s']:.1f}" if "gb_per_s" in r else "",
             f"{share:.3f}" if share is not None else "",
             str(r["bar"]) if r.get("bar") else "",
-            f"{r['share_of_copy_engine']:.3f}" if "share_of_copy_engine" in r else "",
+            f"{r['share_of_copy_engine']:.3f}{engine_bar}" if "share_of_copy_engine" in r else "",
             f"{r['equal_bytes']:.2%} of kvc's bytes" if "equal_bytes" in r else "",
         )
     Console(width=160).print(table)
@@ -514,7 +536,7 @@ def main(
     rows = common.measure(all_parts(only, peers), parts.split(","))
     show(rows)
     if json is not None:
-        common.write(json, {"benchmark": "nvfp4", "rows": rows})
+        common.write(json, {"benchmark": "nvfp4", "rows": rows}, peers)
 
 
 @pytest.mark.parametrize("direction", ["encode", "decode"])

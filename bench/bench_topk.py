@@ -36,6 +36,7 @@ CONTRACT = (
     "CuPy argsort",
 )
 NO_GRAPH = ("CuPy argsort",)
+SETTLED_BY_TORCH = (4096, 65536)  # widths of the scores that settle_ties and PyTorch settle side by side
 
 
 @dataclass
@@ -84,6 +85,22 @@ class Case:
         provisional = self.masked().topk(self.k, sorted=False).indices.int()
         return lambda: kvc.settle_ties(self.values, self.limits, provisional)
 
+    def settle_others(self) -> dict[str, Run]:
+        """`settle_ties` as PyTorch: all above the least chosen score, the first among its equals, packed by rank."""
+        values, k = self.masked(), self.k
+        provisional = values.topk(k, sorted=False).indices
+        column = torch.arange(self.n, dtype=torch.int32, device=self.device).expand_as(values)
+
+        def settled(values: Tensor, provisional: Tensor) -> Tensor:
+            least = values.gather(1, provisional).amin(1, keepdim=True)
+            above, equal = values > least, values == least
+            wanted = k - above.sum(1, keepdim=True)
+            chosen = above | (equal & (equal.cumsum(1, dtype=torch.int32) <= wanted))
+            rank = (chosen.cumsum(1) - 1).masked_fill(~chosen, k)
+            return column.new_empty(len(values), k + 1).scatter(1, rank, column)[:, :k]
+
+        return {way: partial(run, values, provisional) for way, run in common.by_torch(settled).items()}
+
     def others(self, peers: Peers | None) -> dict[str, Run]:
         values = self.masked()
 
@@ -115,8 +132,11 @@ class Case:
         return found
 
 
+gpu_times = partial(common.gpu_times, repeats=20, warm_s=0.01)
+
+
 def times_of(run: Run, graph: bool = True) -> dict[str, float]:
-    return common.summary(common.gpu_times(run, repeats=20, warm_s=0.01, graph=graph))
+    return common.summary(gpu_times(run, graph=graph))
 
 
 def read_time(case: Case, plain: common.Plain) -> float:
@@ -161,6 +181,9 @@ def case_row(case: Case, peers: Peers | None, read_us: float, settle: bool) -> R
         row["settle_of_read"] = row["settle_us"] / floor_us
         # It also reads the other answer and writes its own: no kernel does with less.
         row["settle_bytes_of_read"] = 1 + 2 * case.rows * case.k * 4 / case.nbytes
+        if case.shown and case.n in SETTLED_BY_TORCH:
+            ways = case.settle_others().items()
+            row["settle_peers"] = {way: common.compared(run, expected, gpu_times) for way, run in ways}
     return row
 
 
@@ -247,13 +270,18 @@ def grid(
                     yield from (Case(r, n, k, s, length) for length in lengths.split(",") if k < n)
 
 
+def ragged() -> Iterator[Case]:
+    yield from grid(rows="256", lengths="ragged")
+    yield from grid(rows="32,512", scores="normal", lengths="ragged")
+
+
 def all_parts(
     peers: Path | None = None, cases: Iterable[Case] | None = None, settle: bool = True
 ) -> common.Parts:
     found = Peers(peers) if peers else None
     return {
         "gpu": lambda: gpu_rows(grid() if cases is None else cases, found, settle),
-        "ragged": lambda: gpu_rows(grid(rows="256", lengths="ragged"), found, settle),
+        "ragged": lambda: gpu_rows(ragged(), found, settle),
         "host": host_rows,
         "cpu": cpu_rows,
     }
@@ -275,7 +303,7 @@ def main(
     found = common.measure(all_parts(peers, cases, settle), parts.split(","))
     show(found)
     if json is not None:
-        common.write(json, {"benchmark": "topk", "rows": found})
+        common.write(json, {"benchmark": "topk", "rows": found}, peers)
 
 
 @pytest.mark.parametrize("scores", ["normal", "plateau"])

@@ -23,6 +23,7 @@ import kvc
 import pytest
 import torch
 import typer
+from kvc.reference import triattention as reference
 from torch import Tensor
 
 from bench import common
@@ -215,20 +216,16 @@ def peer_rows(ceiling: float, compiled: bool) -> list[Row]:
     return rows
 
 
-def repeat(run: Callable[[], Any], times: int) -> None:
-    for _ in range(times):
-        run()
-
-
 def phase_rows() -> list[Row]:
     rows: list[Row] = []
+    others = common.by_torch(reference.mean_phase)
     for requests in (1, 32, 256):
         case = Case(requests, tokens=1, layers=1, kv_heads=1, q_heads=1)
         run = partial(kvc.mean_phase, *case.phase_arguments)
-        # Two events around one kernel measure themselves too; twenty in a graph show what one costs.
-        times = [t / 20 for t in common.gpu_times(partial(repeat, run, 20), repeats=60)]
         name = f"mean_phase, {requests} requests, 64 bands, 17 offsets, each of 20 in a graph"
-        rows.append({"case": name, **common.summary(times), "bar_us": 5.0})
+        rows.append({"case": name, **common.summary(common.times_of_each(run)), "bar_us": 5.0})
+        ways = {way: partial(by, *case.phase_arguments) for way, by in others.items()}
+        rows += common.beside_rows(name, rows[-1]["us"], ways, run())
     return rows
 
 

@@ -11,6 +11,7 @@ import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from functools import cache, partial
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from time import perf_counter, perf_counter_ns
 from typing import Any
@@ -18,12 +19,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
+
+from bench.peers import pins, reason
 
 GIB = 1 << 30
 Times = list[float]
 Row = dict[str, Any]
 Parts = Mapping[str, Callable[[], list[Row]]]  # what a family can measure, by name
 HOST_YARDSTICK = "torch.add of one element"
+MODULES = ("kvc", "triton", "torchao", "mslk", "cupy")  # whose versions a result names
 CPU_PARTS = ("cpu",)  # those that need no GPU
 
 
@@ -91,6 +96,50 @@ def gpu_times(
         end.synchronize()
         times.append(start.elapsed_time(end) * 1e3)
     return times
+
+
+def times_of_each(run: Callable[[], Any], many: int = 20) -> Times:
+    """Microseconds of each of ``many`` runs in one graph: two events around one small kernel measure themselves too."""
+
+    def together() -> None:
+        for _ in range(many):
+            run()
+
+    return [t / many for t in gpu_times(together, repeats=60)]
+
+
+def by_torch(run: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+    """A composition of PyTorch's operators as it is and compiled."""
+    return {"PyTorch": run, "PyTorch, torch.compile": torch.compile(run, dynamic=False)}
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether tensors, or several, are equal; within 1e-6 where they are floats."""
+    if isinstance(expected, Tensor):
+        if expected.is_floating_point():
+            return torch.allclose(found, expected, rtol=0, atol=1e-6)
+        return torch.equal(found, expected)
+    return all(same(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def beside_rows(name: str, ours_us: float, ways: Mapping[str, Callable[[], Any]], expected: Any) -> list[Row]:
+    """The same answer by others, compared first, then each of 20 in a graph as the op's own row is."""
+    rows: list[Row] = []
+    for way, run in ways.items():
+        found = compared(run, expected, times_of_each)
+        of_kvc = {"of_kvc": found["us"] / ours_us} if "us" in found else {}
+        rows.append({"case": f"{name}: {way}", **found, **of_kvc})
+    return rows
+
+
+def compared(run: Callable[[], Any], expected: Any, measure: Callable[[Callable[[], Any]], Times]) -> Row:
+    """Time of a peer whose answer is as expected, or why it has none."""
+    try:
+        if not same(run(), expected):
+            return {"refuses": "another answer"}
+        return {**summary(measure(run))}
+    except Exception as error:  # a peer may refuse in any way
+        return {"refuses": reason(error)}
 
 
 def host_times(run: Callable[[], Any], repeats: int = 300, warmup: int = 20) -> Times:
@@ -218,6 +267,13 @@ def link_rows(nbytes: int = GIB) -> list[Row]:
     return rows
 
 
+@cache
+def versions() -> dict[str, str]:
+    """Of the installed packages that results depend on."""
+    owners = packages_distributions()
+    return {name: version(owners[name][0]) for name in MODULES if name in owners}
+
+
 def environment() -> dict[str, Any]:
     """GPU, driver, versions and commit: what a number means nothing without."""
 
@@ -238,6 +294,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
+        "packages": versions(),
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -250,9 +307,12 @@ def environment() -> dict[str, Any]:
     return facts
 
 
-def write(path: Path, results: dict[str, Any]) -> None:
+def write(path: Path, results: dict[str, Any], peers: Path | None = None) -> None:
+    """Results as JSON, with the packages that a folder of peers was built from."""
+    facts = environment()
+    facts["packages"] = facts["packages"] | pins(peers)
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": environment(), **results}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": facts, **results}, indent=1) + "\n")
 
 
 class Plain:

@@ -3,7 +3,9 @@ top-k.
 
 ``python bench/peers.py FOLDER`` fetches their sources from the packages flashinfer-python and cuda-cccl, and compiles
 two libraries into the folder with nvcc. They are loaded through ctypes, so the folder may be built on one machine and
-used on another. torchao and CuPy are measured where they are installed.
+used on another. torchao and CuPy are measured where they are installed: ``pip install torchao==0.18.0
+cupy-cuda13x==14.2.0`` were measured last, with the Python part of mslk-cuda 1.1.0 that torchao imports; a result names
+the versions it found.
 """
 
 from __future__ import annotations
@@ -75,9 +77,17 @@ def main(
 
 def reason(error: BaseException) -> str:
     """Why a peer does not do a case, in one line: of a compiler's report the error itself."""
-    text = str(error)
+    text = re.sub(
+        r"(?<![\w./])/(?:[^\s/]+/)+", "", str(error)
+    )  # a file's name says enough, its folder is private
     found = re.search(r"; error\s*:\s*(.+)", text)
-    return found[1] if found else (text.splitlines() or [type(error).__name__])[0]
+    lines = [line for line in text.splitlines() if line and not line.endswith("raised:")]
+    return found[1] if found else (lines or [type(error).__name__])[0]
+
+
+def pins(folder: Path | None) -> dict[str, str]:
+    """The packages whose kernels a folder holds, for a result's environment."""
+    return dict(package.split("==") for package, *_ in PACKAGES.values()) if folder else {}
 
 
 def optional(name: str) -> Any:

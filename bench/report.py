@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import fill as wrap
 from typing import TYPE_CHECKING, Any
 
 from bench.common import HOST_YARDSTICK, Row
@@ -77,12 +78,16 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
 
 def pinned(run: Run) -> Lines:
     rows = [
-        [name, of_ceiling(row), of_ceiling(run.find(f"pinned decode from: {name}, 16 CTAs")), pages(row)]
+        [
+            *(name, of_ceiling(row), f"{row['share_of_copy_engine']:.1%}"),
+            *(of_ceiling(run.find(f"pinned decode from: {name}, 16 CTAs")), pages_of(row)),
+        ]
         for case, row in run.starting("pinned encode to: ")
         if case.endswith(", 16 CTAs")
         for name in [case.removesuffix(", 16 CTAs")]
     ]
-    head = ("hot pages", "out, share of plain stores", "in, share of plain loads", "pages/s out")
+    out = ("out, share of plain stores", "of the copy engine")
+    head = ("hot pages", *out, "in, share of plain loads", "pages/s out")
     return markdown(head, rows) + notes(cpu_rates(run))
 
 
@@ -94,7 +99,7 @@ def cpu_rates(run: Run) -> Iterator[str]:
             yield f"The CPU op {rates} on {case.removesuffix('s') if case == '1 threads' else case} of that machine."
 
 
-def pages(row: Row) -> str:
+def pages_of(row: Row) -> str:
     return f"{row['pages_per_s']:,.0f}"
 
 
@@ -121,15 +126,25 @@ def beside(run: Run) -> Lines:
     return markdown(("transfer", "the model's products take", "transfer beside them", "transfer alone"), rows)
 
 
+def direction(row: Row) -> str | None:
+    """Of a row about pages of one size: out to pinned memory, or in."""
+    return row.get("direction", "out") if "page_bytes" in row else None
+
+
 def transfers(run: Run) -> Lines:
-    found = [row for row in run.rows if "page_bytes" in row]
-    ways = list(dict.fromkeys(row["way"] for row in found))
-    rows = []
-    for size in sorted({row["page_bytes"] for row in found}):
-        times = {row["way"]: row for row in found if row["page_bytes"] == size}
-        cells = [time_of(times.get(way, {})) for way in ways]
-        rows.append([f"{size >> 10:,} KiB", *cells])
-    return markdown(("BF16 page, us a page", *ways), rows)
+    """Every other size, either direction; the plot has them all."""
+    tables: list[Lines] = []
+    for way_of_pages in ("out", "in"):
+        found = [row for row in run.rows if direction(row) == way_of_pages]
+        ways = list(dict.fromkeys(row["way"] for row in found))
+        rows = []
+        for size in sorted({row["page_bytes"] for row in found})[::2]:
+            times = {row["way"]: row for row in found if row["page_bytes"] == size}
+            cells = [time_of(times.get(way, {})) for way in ways]
+            rows.append([f"{size >> 10:,} KiB", *cells])
+        tables.append(markdown((f"BF16 page {way_of_pages}, us a page", *ways), rows))
+    out, back = tables
+    return [*out, "", *back] if out and back else out or back
 
 
 def time_of(row: Row) -> str:
@@ -179,11 +194,25 @@ def compaction(run: Run) -> Lines:
     rows = [[row["case"], us_of(row), of_ceiling(row)] for row in found if "share" in row]
     packing = [
         f"`{case.split(',')[0]}` for 64 requests, 8 heads and 2,048 kept tokens takes {us_of(row)} us as one of 20 in"
-        f" a graph, {us_of(run.find(case.replace(IN_GRAPH, 'cold L2')))} us alone and with a cold L2."
+        f" a graph{by_torch(run, case)}; {us_of(run.find(case.replace(IN_GRAPH, 'cold L2')))} us alone and with a cold"
+        " L2."
         for case, row in ((row["case"], row) for row in run.rows)
         if case.startswith("pack_") and case.endswith(IN_GRAPH) and "one row" not in case
     ]
-    return markdown(("case", "us", "share of a copy"), rows) + refusals(found) + notes(packing)
+    fill = [
+        f"Filling holes takes {row['of_ordered_time']:.1%} of the time of keeping the order ({name})."
+        for name, row in run.starting("fill: ")
+        if "of_ordered_bar" in row
+    ]
+    table = markdown(("case", "us", "share of a copy"), rows)
+    return table + refusals(found) + notes(fill) + notes(packing)
+
+
+def by_torch(run: Run, case: str) -> str:
+    """What the same takes as a composition of PyTorch's operators."""
+    others = {way: run.find(f"{case}: PyTorch{way}") for way in ("", ", torch.compile")}
+    times = [f"{us_of(row)} us as PyTorch{way}" for way, row in others.items() if row and "us" in row]
+    return "".join(f", {text}" for text in times)
 
 
 def topk(run: Run) -> Lines:
@@ -213,16 +242,42 @@ def topk(run: Run) -> Lines:
         ),
         rows,
     )
-    return table + notes(f"No time of k {', '.join(sorted(ks))}: {why}." for why, ks in refused.items())
+    settled = [
+        f"`settle_ties` of {row['case'].split(', normal')[0]}: {row['settle_us']:.1f} us"
+        + "".join(f", {us_of(peer)} us as {way}" for way, peer in row["settle_peers"].items() if "us" in peer)
+        + "."
+        for row in run.rows
+        if "settle_peers" in row
+    ]
+    why = notes(f"No time of k {', '.join(sorted(ks))}: {why}." for why, ks in refused.items())
+    return table + why + notes(settled)
+
+
+SCORED = (  # the other cases are in the JSON
+    "union, 32 requests x 2,176",
+    "union, 1 request x 32,768",
+    "union, 1 request x 2,176",
+    "per_head, 32 x 2,176",
+    "per_layer_perhead, 32 x 2,176",
+    "union, head size 64, 32 x 2,176",
+    "union, FP8, 32 x 2,176",
+    "Triton scorer: union, 32 requests x 2,176",
+)
 
 
 def triattention(run: Run) -> Lines:
     rows = [
         [row["case"], f"{row['us']:,.1f}", of_ceiling(row), f"{row['peak_bytes'] / 2**20:,.0f}"]
         for row in run.rows
-        if "peak_bytes" in row and "share" in row
+        if row["case"] in SCORED or row["case"].startswith("side by side, union, 32 x 2,176: gather")
     ]
-    return markdown(("case", "us", "share of a copy", "scratch, MiB"), rows)
+    phases = [
+        f"`mean_phase` for 32 requests, 64 bands and 17 offsets takes {us_of(row)} us as one of 20 in a graph"
+        f"{by_torch(run, row['case'])}."
+        for row in run.rows
+        if row["case"].startswith("mean_phase, 32 requests") and row["case"].endswith(IN_GRAPH)
+    ]
+    return markdown(("case", "us", "share of a copy", "scratch, MiB"), rows) + notes(phases)
 
 
 def rounds(run: Run) -> Lines:
@@ -245,6 +300,52 @@ def host(run: Run) -> Lines:
     return markdown(("call", "us", "of torch.add's", "torch.add then, us"), rows)
 
 
+def server(run: Run) -> Lines:
+    """What the rates mean for a server of Qwen3-8B in BF16: 36 layers, 8 KV heads of 128, pages of 32 tokens."""
+    names = {
+        "quantized": "pinned encode to: BF16 whole, 16 CTAs",
+        "whole": "pinned encode to: lossless BF16, 16 CTAs",
+        "copy": "ceiling: device copy, read + write",
+        "fill": "union, fill: whole round",
+        "ordered": "union, ordered: whole round",
+        "beside": "30 products of 8192^3 beside encode, 16 CTAs",
+    }
+    found = {name: row for name, case in names.items() if (row := run.find(case))}
+    if found.keys() != names.keys():
+        return []
+    hot, pages, weights = 36 * 2 * 8 * 32 * 128 * 2, 32768 // 32, 16.4e9
+    cold, cache = hot * 9 // 32, 32 * 2688 / 32 * hot
+    step_us = (weights + cache) / found["copy"]["gb_per_s"] / 1e3
+    quantized, whole, beside = found["quantized"], found["whole"], found["beside"]
+    beside_ms = pages * cold / beside["gb_per_s"] / 1e6
+    away = [pages / row["pages_per_s"] * 1e3 for row in (quantized, whole)]
+    share = {name: found[name]["us"] / (128 * step_us) for name in ("fill", "ordered")}
+    items = (
+        "- *Pages a second per link* = rate of the link / `cold_page_bytes`. A page of 32 tokens of Qwen3-8B in BF16"
+        f" has {hot:,} bytes hot and {cold:,} cold: at {rate(quantized['gb_per_s'])} {pages_of(quantized)} pages a"
+        f" second, {32e-6 * quantized['pages_per_s']:.1f} million tokens, against {pages_of(whole)} pages that are"
+        f" moved whole. A request of 32,768 tokens leaves in {away[0]:.0f} ms instead of {away[1]:.0f}.",
+        "- *A round as a share of decoding* = time of the round / (`beta` * time of a step), since a request is due"
+        " once in `beta` tokens and all requests that are due share a round. A step of 32 requests of 2,688 tokens"
+        f" reads at least Qwen3-8B's weights and the cache, {weights / 1e9:.1f} + {cache / 1e9:.1f} GB:"
+        f" {step_us / 1e3:.1f} ms at the rate of a copy. In 128 such steps a round that fills holes,"
+        f" {found['fill']['us'] / 1e3:.1f} ms, is {share['fill']:.1%}, one that keeps the order,"
+        f" {found['ordered']['us'] / 1e3:.1f} ms, {share['ordered']:.1%}.",
+        "- *What a transfer takes from the model* = its time beside the model * (1 - 1 / slowdown); `--parts beside`"
+        f" measures both. With 16 blocks the request of 32,768 tokens takes {beside_ms:.0f} ms beside matrix products,"
+        f" which take {beside['slowdown'] - 1:.1%} longer meanwhile: it costs the model"
+        f" {beside_ms * (1 - 1 / beside['slowdown']):.0f} ms.",
+    )
+    return [wrap(item, 120, subsequent_indent="  ", break_on_hyphens=False) for item in items]
+
+
+def offload(run: Run) -> Lines:
+    times = {name: row["us"] for name, row in run.starting("offload: ")}
+    times |= {f"back, {name}": row["us"] for name, row in run.starting("onboard: ")}
+    rows = [[name, f"{us / 1e3:.2f}"] for name, us in times.items()]
+    return markdown(("1 GiB of BF16 pages of Qwen3-8B's shape to pinned host memory", "ms"), rows)
+
+
 EVERY = "every family"
 TABLES: dict[str, tuple[str, Callable[[Run], Lines]]] = {
     "pinned": ("nvfp4", pinned),
@@ -257,7 +358,10 @@ TABLES: dict[str, tuple[str, Callable[[Run], Lines]]] = {
     "triattention": ("triattention", triattention),
     "rounds": ("methods", rounds),
     "host": (EVERY, host),
+    "server": (EVERY, server),
+    "offload": ("methods", offload),
 }
+MACHINE = "machine"  # the marker of the run that tables without one of their own are of
 
 
 CAPTIONS = {
@@ -266,7 +370,7 @@ CAPTIONS = {
     "hbm": "Between pools and cold pages in the GPU's memory, hot and cold bytes counted, against a copy, {copy}."
     "\n\n![time against bytes](docs/bench_bytes.svg)",
     "beside": "What a transfer to or from pinned memory costs matrix products that run beside it.",
-    "transfers": "Pages of one size to pinned memory, launches included."
+    "transfers": "Pages of one size to pinned memory and back, launches included."
     "\n\n![time against the size of a page](docs/bench_transfers.svg)",
     "peers": "256 MiB of BF16 rows of 128 to NVFP4 and back in the GPU's memory, plain calls. FlashInfer quantizes as"
     " it appends to\nthe pages of a cache.",
@@ -286,30 +390,45 @@ def copy_rate(run: Run) -> str:
     return rate(row["gb_per_s"]) if row else "not measured"
 
 
-def write_tables(page: Path, runs: Runs) -> list[str]:
-    """Renew what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; tables without results stay."""
-    text, written = page.read_text(), []
+MARKED = re.compile(r"<!-- bench:(\w+) -->(.*?)<!-- /bench -->", re.DOTALL)
+
+
+def write_tables(page: Path, runs: Runs) -> tuple[list[str], list[str]]:
+    """Renew what stands between ``<!-- bench:NAME -->`` and ``<!-- /bench -->``; tables without results stay. Names of
+    both. A page with a place for the machine names it once, if all of its tables are of one run."""
+    text = page.read_text()
+    places = {run.place for run in runs.values()}
     if runs:
         newest = next(reversed(runs.values()))
         rows = [row for run in runs.values() for row in run.rows]
         runs = {**runs, EVERY: Run(rows, newest.environment)}
+    marked = {name: old.strip() for name, old in MARKED.findall(text)}
+    if unknown := marked.keys() - {*TABLES, MACHINE}:
+        known = ", ".join((*TABLES, MACHINE))
+        raise SystemExit(f"{page}: bench:{', '.join(sorted(unknown))} must be one of {known}")
+    bodies: dict[str, Lines] = {}
+    left: list[str] = []
+    for name in marked.keys() & TABLES.keys():
+        family, table = TABLES[name]
+        if lines := table(runs[family]) if family in runs else []:
+            caption = CAPTIONS.get(name, "").format(copy=copy_rate(runs[family]))
+            bodies[name] = [caption, "", *lines] if caption else lines
+        else:
+            left.append(name)
+    if MACHINE in marked and bodies and len(places) == 1 and not any(marked[name] for name in left):
+        bodies[MACHINE] = [f"Tables that name no run of their own: {places.pop()}."]
+    else:
+        for name, lines in bodies.items():
+            lines += ["", f"{runs[TABLES[name][0]].place}."]
 
     def renew(found: re.Match[str]) -> str:
         name = found[1]
-        if name not in TABLES:
-            raise SystemExit(f"{page}: bench:{name} must be one of {', '.join(TABLES)}")
-        family, table = TABLES[name]
-        lines = table(runs[family]) if family in runs else []
-        caption = CAPTIONS[name].format(copy=copy_rate(runs[family])) if lines else ""
-        if not lines:
-            return found[0]
-        written.append(name)
-        body = "\n".join([caption, "", *lines, "", f"{runs[family].place}."])
-        return f"<!-- bench:{name} -->\n\n{body}\n\n<!-- /bench -->"
+        body = "\n".join(bodies.get(name, []))
+        return f"<!-- bench:{name} -->\n\n{body}\n\n<!-- /bench -->" if body else found[0]
 
-    text = re.sub(r"<!-- bench:(\w+) -->.*?<!-- /bench -->", renew, text, flags=re.DOTALL)
-    page.write_text(text)
-    return written
+    page.write_text(MARKED.sub(renew, text))
+    order = [*marked]
+    return [name for name in order if name in bodies], [name for name in order if name in left]
 
 
 def draw(folder: Path, runs: Runs) -> list[Path]:
@@ -375,7 +494,7 @@ def draw_transfers(axes: Axes, runs: Runs) -> str | None:
     if "nvfp4" not in runs:
         return None
     run = runs["nvfp4"]
-    found = [row for row in run.rows if "us_page" in row]
+    found = [row for row in run.rows if "us_page" in row and direction(row) == "out"]
     if not found:
         return None
     for colour, marker, way in zip(

@@ -58,7 +58,8 @@ class EngineFacts(BaseModel):
     rope_style : {"half", "interleaved"}
         Whether element f pairs with f + rotary_dim / 2 or with its neighbour.
     rope_frequencies : tuple of float, optional
-        The model's inverse frequencies, compared with those of an artifact when given.
+        The model's inverse frequencies. They turn on a check: an artifact measured with others, such as a
+        calibration of another theta, is refused; without them it is taken as it is.
     dtype, device : torch.dtype, torch.device
         Of the target's key pools.
     tokens_per_page, max_requests, max_seq_len : int

@@ -45,7 +45,8 @@ class TriAttentionConfig(KvCacheCompressionConfig):
     normalize_scores : bool
         Whether a query head's scores are standardised before heads are compared; ``"union"`` needs it.
     calibration_path : Path
-        Query statistics of the model, see :func:`kvc.calibration.load`.
+        Query statistics of the model, see :func:`kvc.calibration.load`. An official ``.pt`` file with one entry for
+        each head holds no rotary frequencies: ``python -m kvc.calibrate convert`` adds those of a model.
     compaction : {"ordered", "fill"}
         Keep the tokens in order, or move only as many as there are holes; see :mod:`kvc.compaction` for when
         order may be given up.

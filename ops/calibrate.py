@@ -1,7 +1,7 @@
 """Query statistics of a model, for TriAttention: ``python -m kvc.calibrate``.
 
-``collect`` reads a text with a Hugging Face model and writes what :func:`kvc.calibration.load` reads; ``report`` says
-whether the queries in such a file (or in an official ``.pt`` file) are concentrated.
+``collect`` reads a text with a Hugging Face model and writes what :func:`kvc.calibration.load` reads; ``convert`` makes
+such a file of an official ``.pt`` file; ``report`` says whether the queries in either are concentrated.
 """
 
 from collections.abc import Iterable, Iterator
@@ -147,6 +147,22 @@ def build_app() -> "Typer":
         console = _wide(Console())
         console.print(calibration.report(found, plot))
         console.print(f"{output}: {output.stat().st_size:,} bytes")
+
+    @app.command()
+    def convert(
+        file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="An official .pt file.")],
+        output: Annotated[
+            Path,
+            typer.Argument(dir_okay=False, callback=_in_a_folder, help="The .safetensors file to write."),
+        ],
+        model: Annotated[str, typer.Option(help="The model it belongs to, which knows its frequencies.")],
+    ) -> None:
+        """Make an official file one that is complete without its model, for TriAttentionConfig."""
+        try:
+            found = calibration.load(file, transformers.AutoConfig.from_pretrained(model))
+        except (ValueError, TypeError) as error:
+            raise typer.BadParameter(str(error), param_hint="FILE") from error
+        calibration.save(found, output)
 
     @app.command()
     def report(

@@ -752,7 +752,8 @@ def _from_heads(content: dict[str, Any], source: str, geometry: _Geometry | None
             f"stats and metadata in {source}", "dictionaries", (type(stats).__name__, type(metadata).__name__)
         )
     if geometry is None:
-        raise _refusal("model", f"given, since {source} holds no rotary frequencies", "None")
+        holds = f"{source} holds no rotary frequencies (python -m kvc.calibrate convert adds them)"
+        raise _refusal("model", f"given, since {holds}", "None")
     expected = {
         "rope_style": "half",
         "head_dim": geometry.head_dim,
@@ -810,8 +811,8 @@ def _from_heads(content: dict[str, Any], source: str, geometry: _Geometry | None
 def report(calibration: Calibration, plot: Path | str | None = None) -> Table:
     """Tell whether a model's queries are concentrated, which is what TriAttention lives on.
 
-    The mean resultant length R = |E q| / E|q| of a frequency is 1 when all queries point the same way before rotation
-    and near 0 when they point everywhere: then their mean says nothing about the next query.
+    The mean resultant length R = ``|E q| / E|q|`` of a frequency is 1 when all queries point the same way before
+    rotation and near 0 when they point everywhere: then their mean says nothing about the next query.
 
     Parameters
     ----------

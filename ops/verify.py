@@ -13,7 +13,7 @@ them in two ways, with both signs of either:
   the op's own answers, so they span every E4M3 block scale that values of the dtype can produce: zero,
   subnormal codes, normal codes, and saturation. ``--all-pairs`` takes every m after all.
 
-After trip r, d_orig = |x_r - x_0| / m and d_prev = |x_r - x_(r-1)| / m, with the original m. Pairs are told
+After trip r, d_orig = ``|x_r - x_0| / m`` and d_prev = ``|x_r - x_(r-1)| / m``, with the original m. Pairs are told
 apart by the block scale of their first trip: *zero* (the block vanishes), *subnormal* and *normal* E4M3
 codes, and *saturated* (m above 6 * 448, more than a block can hold). Under normal scales d_prev must be zero
 from the second trip on; if it is not, the exit code is 1. Under subnormal scales blocks may move once more,

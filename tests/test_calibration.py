@@ -783,6 +783,16 @@ class TestCommand:
         assert run("report", tmp_path / "stats.pt", "--model", on_disk).exit_code == 0
         assert run("report", tmp_path / "stats.pt").exit_code == 2
 
+    def test_converts_official_files(self, llama: Any, on_disk: Path, tmp_path: Path) -> None:
+        official, output = tmp_path / "stats.pt", tmp_path / "c.safetensors"
+        torch.save(per_head(), official)
+        result = run("convert", official, output, "--model", on_disk)
+        assert result.exit_code == 0, result.output
+        expected, found = calibration.load(official, llama), calibration.load(output)  # now without a model
+        assert found.omega.equal(expected.omega)
+        assert found.q_norm_excess.equal(expected.q_norm_excess)
+        assert run("convert", on_disk / "text.txt", output, "--model", on_disk).exit_code == 2
+
     @pytest.mark.parametrize(
         "options", [("--window", "0"), ("--window", "8", "--stride", "9"), ("--dtype", "int8")]
     )

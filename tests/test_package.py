@@ -301,7 +301,9 @@ def test_one_file_names_the_namespace() -> None:
     assert naming == {"ops/_ops.py"}
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tiers.md", "docs/topk.md", "docs/triattention.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/compaction.md", "docs/tiers.md", "docs/topk.md", "docs/triattention.md"]
+)
 def test_examples_of_page_run(page: str) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / page).read_text(), re.MULTILINE | re.DOTALL)
     assert blocks
