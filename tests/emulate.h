@@ -33,6 +33,7 @@ struct Fiber {
   ucontext_t context;
   std::vector<char> stack;
   bool done;
+  uint64_t arrived_in;  // turn of the cluster's barrier
 };
 
 // What the lanes of a warp bring to an instruction, and what they brought to the last one.
@@ -42,13 +43,22 @@ struct Warp {
   uint64_t turn = 0;
 };
 
-alignas(64) inline uint8_t dynamic_shared[1 << 18];
-inline std::vector<Fiber> fibers;
+// Where fibers meet.
+struct Barrier {
+  unsigned arrived = 0;
+  uint64_t turn = 0;
+};
+
+constexpr unsigned kMostShared = 1 << 18, kMostCluster = 4;
+alignas(64) inline uint8_t dynamic_shared[kMostCluster][kMostShared];  // of each block of a cluster
+inline std::vector<Fiber> fibers;                                      // of a cluster
 inline std::vector<Warp> warps;
+inline std::vector<Barrier> barriers;  // of each block
+inline Barrier cluster_barrier;
 inline ucontext_t scheduler;
 inline std::function<void()> kernel;
-inline unsigned thread, block, threads, blocks, arrived;
-inline uint64_t turn, progress;
+inline unsigned thread, first_block, threads, blocks, cluster;
+inline uint64_t progress;
 
 inline void yield() { swapcontext(&fibers[thread].context, &scheduler); }
 
@@ -67,15 +77,35 @@ inline const uint32_t (&exchange(uint32_t value))[32] {
   return warp.out;
 }
 
-inline void barrier() {
-  const uint64_t mine = turn;
+inline uint64_t arrive(Barrier& barrier, unsigned expected) {
+  const uint64_t mine = barrier.turn;
   ++progress;
-  if (++arrived == threads) {
-    arrived = 0;
-    ++turn;
-  } else {
-    while (turn == mine) yield();
-  }
+  if (++barrier.arrived == expected) barrier.arrived = 0, ++barrier.turn;
+  return mine;
+}
+inline void wait(const Barrier& barrier, uint64_t mine) {
+  while (barrier.turn == mine) yield();
+}
+
+inline unsigned rank() { return thread / threads; }
+inline void barrier() {
+  Barrier& mine = barriers[rank()];
+  wait(mine, arrive(mine, threads));
+}
+inline void arrive_in_cluster() { fibers[thread].arrived_in = arrive(cluster_barrier, cluster * threads); }
+inline void wait_for_cluster() { wait(cluster_barrier, fibers[thread].arrived_in); }
+inline uint8_t* shared() { return dynamic_shared[rank()]; }
+// The same place in the dynamic shared memory of another block.
+template <typename T>
+T* peer(T* mine, unsigned other) {
+  return reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(mine) - shared() + dynamic_shared[other]);
+}
+// A message to another block, which waits until all it expects are there.
+template <typename T>
+void send(T* to, uint64_t* bytes_expected, unsigned other, T value) {
+  *peer(to, other) = value;
+  *peer(bytes_expected, other) -= sizeof(T);
+  ++progress;
 }
 
 inline void start() {
@@ -85,8 +115,9 @@ inline void start() {
   while (true) yield();
 }
 
-inline void run_block(unsigned count) {
-  arrived = 0;
+inline void run_cluster(unsigned count) {
+  barriers.assign(cluster, {});
+  cluster_barrier = {};
   warps.assign(count / 32, {});
   fibers.resize(count);
   for (Fiber& fiber : fibers) {
@@ -112,10 +143,10 @@ inline void run_block(unsigned count) {
   }
 }
 
-// A grid, one block after the other.
-inline void run(unsigned block_count, unsigned thread_count, std::function<void()> body) {
-  blocks = block_count, threads = thread_count, kernel = std::move(body);
-  for (block = 0; block < blocks; ++block) run_block(threads);
+// A grid, one cluster after the other.
+inline void run(unsigned block_count, unsigned thread_count, std::function<void()> body, unsigned cluster_size = 1) {
+  blocks = block_count, threads = thread_count, cluster = cluster_size, kernel = std::move(body);
+  for (first_block = 0; first_block < blocks; first_block += cluster) run_cluster(cluster * threads);
 }
 
 // PTX's: a selector's high bit spreads the sign of the byte.
@@ -135,8 +166,8 @@ struct Index {
 
 }  // namespace emulate
 
-#define threadIdx (emulate::Index{emulate::thread})
-#define blockIdx (emulate::Index{emulate::block})
+#define threadIdx (emulate::Index{emulate::thread % emulate::threads})
+#define blockIdx (emulate::Index{emulate::first_block + emulate::rank()})
 #define blockDim (emulate::Index{emulate::threads})
 #define gridDim (emulate::Index{emulate::blocks})
 #define __syncthreads() emulate::barrier()
@@ -183,6 +214,7 @@ inline int __clz(uint32_t x) { return x != 0 ? __builtin_clz(x) : 32; }
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   return emulate::prmt(a, b, selector & 0x7777);
 }
+inline size_t __cvta_generic_to_shared(const void* p) { return reinterpret_cast<size_t>(p); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }

@@ -22,8 +22,19 @@ EVERYWHERE = (
     (r'asm volatile\("cp\.async\.[^;]*;[^;]*;', ";"),
     (
         r"extern __shared__ __align__\(16\) uint8_t (\w+)\[\];",
-        r"uint8_t* const \1 = emulate::dynamic_shared;",
+        r"uint8_t* const \1 = emulate::shared();",
     ),
+    (r"#if __CUDA_ARCH__ >= 900", "#if 1"),
+    (r'asm\("mov\.u32 %0, %%cluster_nctarank;".*?\);', "n = emulate::cluster;"),
+    (r'asm\("mov\.u32 %0, %%cluster_ctarank;".*?\);', "r = emulate::rank();"),
+    (r'asm volatile\("barrier\.cluster\.arrive.*?\);', "emulate::arrive_in_cluster();"),
+    (r'asm volatile\("barrier\.cluster\.wait.*?\);', "emulate::wait_for_cluster();"),
+    (r'asm\("mapa\.u64 .*?\);', "return emulate::peer(mine, rank);"),
+    (r'asm volatile\("mbarrier\.init.*?\);', ";"),
+    (r'asm volatile\("mbarrier\.arrive\.expect_tx.*?\);', "*complete = bytes;"),
+    (r'asm volatile\("fence\.mbarrier_init.*?\);', ";"),
+    (r'asm volatile\(\s*"[^;]*\.reg \.b32 to, complete;.*?\);', "emulate::send(to, complete, rank, value);"),
+    (r'asm volatile\(\s*"[^;]*\.reg \.pred done;.*?\);', "while (*complete != 0) emulate::yield();"),
     (r"__shared__ (alignas\(\d+\))", r"\1 __shared__"),
 )
 

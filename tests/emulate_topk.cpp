@@ -34,31 +34,39 @@ Score rounded(float x) {
 
 struct Kernel {
   const char* name;
-  int threads, most;  // scores of a row, unaligned
+  int threads, most;  // scores that a block takes
+  int blocks;         // of a row, at most
   void (*settle)(Settlement);
   void (*select)(Problem);
 };
 
+template <typename Score, int kThreads, int kBits, int kRounds, int kDepth, bool kCluster>
+void parts(Settlement s) {
+  settle_parts<Score, kThreads, kBits, kRounds, kDepth, kCluster, 1>(s);
+}
+
 template <typename Score>
 const Kernel kernels[] = {
-    {"settle, 256 x 4, direct", 256, 4088, [](Settlement s) { settle_marks<Score, 256, 4, false, true, 4>(s); }, {}},
-    {"settle, 256 x 4", 256, 4088, [](Settlement s) { settle_marks<Score, 256, 4, false, false, 4>(s); }, {}},
-    {"settle, 512 x 4", 512, 8184, [](Settlement s) { settle_marks<Score, 512, 4, false, false, 2>(s); }, {}},
-    {"settle, 512 x 8", 512, 16376, [](Settlement s) { settle_marks<Score, 512, 8, false, false, 2>(s); }, {}},
-    {"settle, stream", 512, 40000, [](Settlement s) { settle_marks<Score, 512, 4, true, false, 2>(s); }, {}},
-    {"select, 512 x 2, direct", 512, 4088, {}, [](Problem p) { resident_select<Score, 512, 2, true, false>(p); }},
-    {"select, 256 x 3", 256, 3064, {}, [](Problem p) { resident_select<Score, 256, 3, false, false>(p); }},
-    {"select, 512 x 2", 512, 4088, {}, [](Problem p) { resident_select<Score, 512, 2, false, false>(p); }},
-    {"select, 512 x 4", 512, 8184, {}, [](Problem p) { resident_select<Score, 512, 4, false, false>(p); }},
-    {"select, 1024 x 4", 1024, 16376, {}, [](Problem p) { resident_select<Score, 1024, 4, false, false>(p); }},
-    {"select, 512 x 8", 512, 16376, {}, [](Problem p) { resident_select<Score, 512, 8, false, false>(p); }},
-    {"select, 512 x 8, waits", 512, 16376, {}, [](Problem p) { resident_select<Score, 512, 8, false, true>(p); }},
+    {"settle, 256 x 16", 256, 4096, 1, parts<Score, 256, 16, 1, 1, false>, {}},
+    {"settle, 512 x 32", 512, 16384, 1, parts<Score, 512, 32, 1, 1, false>, {}},
+    {"settle, teams, 256 x 16", 256, 4096, 4, parts<Score, 256, 16, 1, 1, true>, {}},
+    {"settle, teams, 256 x 32", 256, 8192, 4, parts<Score, 256, 32, 1, 1, true>, {}},
+    {"settle, teams, 128 x 16, 4 rounds", 128, 8192, 4, parts<Score, 128, 16, 4, 3, true>, {}},
+    {"settle, stream", 512, 40000, 0, [](Settlement s) { settle_stream<Score, 512, 4, 2>(s); }, {}},
+    {"select, 512 x 2, direct", 512, 4096, 0, {}, [](Problem p) { resident_select<Score, 512, 2, true, false>(p); }},
+    {"select, 256 x 3", 256, 3072, 0, {}, [](Problem p) { resident_select<Score, 256, 3, false, false>(p); }},
+    {"select, 512 x 2", 512, 4096, 0, {}, [](Problem p) { resident_select<Score, 512, 2, false, false>(p); }},
+    {"select, 512 x 4", 512, 8192, 0, {}, [](Problem p) { resident_select<Score, 512, 4, false, false>(p); }},
+    {"select, 1024 x 4", 1024, 16384, 0, {}, [](Problem p) { resident_select<Score, 1024, 4, false, false>(p); }},
+    {"select, 512 x 8", 512, 16384, 0, {}, [](Problem p) { resident_select<Score, 512, 8, false, false>(p); }},
+    {"select, 512 x 8, waits", 512, 16384, 0, {}, [](Problem p) { resident_select<Score, 512, 8, false, true>(p); }},
 };
 
 // Whether one call on random rows gives the answer and writes nothing else.
 template <typename Score>
 bool agrees(const Kernel& kernel) {
-  const int width = any(0, 2) ? any(1, 600) : any(1, kernel.most), rows = any(1, 3);
+  const int blocks = std::max(any(kernel.blocks > 1, kernel.blocks), 1), most = kernel.most * blocks - 8;
+  const int width = any(0, 2) ? any(1, 600) : any(1, most), rows = any(1, 3);
   const int k = any(0, 3) ? any(1, std::min(width + 5, 300)) : any(1, width + 40);
   const int stride = width + (any(0, 1) ? 0 : any(0, 9)), kind = any(0, 6);
   std::vector<Score> memory(static_cast<size_t>(rows) * stride + 32);
@@ -93,16 +101,18 @@ bool agrees(const Kernel& kernel) {
   const std::vector<int64_t> named_wide(named.begin(), named.end());
   const bool wide = any(0, 1);
   const Problem problem{scores, stride, lengths.data(), bases.data(), out.data(), k, width, 0, 0};
-  const Settlement settlement{problem, wide ? static_cast<const void*>(named_wide.data()) : named.data(), wide};
-  std::fill(std::begin(emulate::dynamic_shared), std::end(emulate::dynamic_shared), 0xEE);
-  emulate::run(static_cast<unsigned>(rows), static_cast<unsigned>(kernel.threads),
-               [&] { kernel.settle ? kernel.settle(settlement) : kernel.select(problem); });
+  const int warps = kernel.threads / 32 * blocks, part = (width + 7 + warps * 32 - 1) / (warps * 32) * 32;
+  const Settlement settlement{problem, wide ? static_cast<const void*>(named_wide.data()) : named.data(), wide, part};
+  memset(emulate::dynamic_shared, 0xEE, sizeof(emulate::dynamic_shared));
+  emulate::run(
+      static_cast<unsigned>(rows * blocks), static_cast<unsigned>(kernel.threads),
+      [&] { kernel.settle ? kernel.settle(settlement) : kernel.select(problem); }, static_cast<unsigned>(blocks));
   const bool right =
       std::equal(expected.begin(), expected.end(), out.begin()) &&
       std::all_of(out.begin() + static_cast<ptrdiff_t>(cells), out.end(), [](int32_t x) { return x == kSentinel; });
   if (!right)
-    printf("%s: %d rows of %d scores of %zu bytes, stride %d, k %d, kind %d\n", kernel.name, rows, width, sizeof(Score),
-           stride, k, kind);
+    printf("%s: %d rows of %d scores of %zu bytes, %d blocks a row, stride %d, k %d, kind %d\n", kernel.name, rows,
+           width, sizeof(Score), blocks, stride, k, kind);
   return right;
 }
 

@@ -213,6 +213,16 @@ class TestRows:
             check("cuda", scores, lengths, k, bases)
 
     @pytest.mark.cuda
+    @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+    @pytest.mark.parametrize("width", [9001, 16_379, 65_529, 70_001, 262_137])
+    def test_few_long_rows(self, width: int, dtype: torch.dtype) -> None:
+        # Blocks of a cluster share a row of settle_ties, where there are clusters.
+        scores = torch.stack([ROWS[name](width) for name in ROWS]).to(dtype)
+        lengths = ints([max(width - i % 5 * width // 4, 0) for i in range(len(scores))])
+        for k in (7, 2048, 8192):
+            check("cuda", scores, lengths, k, torch.arange(len(scores), dtype=torch.int32))
+
+    @pytest.mark.cuda
     def test_one_tie_for_the_last_place(self) -> None:
         # What a guess from a part of an answer misses.
         width, k = 30_000, 8192

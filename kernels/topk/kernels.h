@@ -1,7 +1,7 @@
 // What the top-k ops do on a GPU.
 #pragma once
 
-#include <initializer_list>
+#include <vector>
 
 #include "common/cuda.h"
 #include "topk/arguments.h"
@@ -15,7 +15,7 @@ struct Limits {
 };
 
 // Lets `kernels`, all compiled for the same architectures, have that much shared memory. Not a part of a capture.
-inline Limits read_limits(int device, std::initializer_list<const void*> kernels) {
+inline Limits read_limits(int device, const std::vector<const void*>& kernels) {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   cuda_check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
   Limits found;
@@ -35,13 +35,12 @@ inline Limits read_limits(int device, std::initializer_list<const void*> kernels
   return found;
 }
 
-// Most scores between a row and the group that its positions count from.
+// Most scores between a row and the place that its positions count from: a multiple of `bytes`, four scores most often.
 template <typename Score>
-int64_t slack_of(const Selection& s) {
-  constexpr int64_t kVector = 4 * sizeof(Score);
-  const bool aligned = reinterpret_cast<uintptr_t>(s.scores) % kVector == 0 &&
-                       s.row_stride * static_cast<int64_t>(sizeof(Score)) % kVector == 0;
-  return aligned ? 0 : 3;
+int64_t slack_of(const Selection& s, int64_t bytes = 4 * sizeof(Score)) {
+  constexpr int64_t kScore = sizeof(Score);
+  const bool aligned = reinterpret_cast<uintptr_t>(s.scores) % bytes == 0 && s.row_stride * kScore % bytes == 0;
+  return aligned ? 0 : bytes / kScore - 1;
 }
 
 // Launches a C++ kernel, `cluster` blocks side by side.

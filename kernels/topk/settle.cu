@@ -1,4 +1,4 @@
-// CUDA side of settle_ties: launches a kernel of settle.cuh for short rows and for many of them, else the Triton
+// CUDA side of settle_ties: which kernel of settle.cuh settles, by shape and architecture alone, or else the Triton
 // kernels of settle.py, which take rows of any length.
 
 #include "topk/kernels.h"
@@ -75,36 +75,98 @@ void settle_with_triton(const Context& ctx, const Selection& s, const Provisiona
   }
 }
 
+constexpr int kStreamThreads = 512;  // of settle_stream
+
+template <typename Score>
+const auto settle_long = &settle_stream<Score, kStreamThreads, 4, 2>;
+
+// How settle_parts is compiled and launched.
+template <typename Score>
+struct Shape {
+  void (*kernel)(Settlement);
+  int threads, team;  // blocks of a row
+  int bits, rounds, depth, told;
+
+  template <int kThreads, int kBits, int kRounds, int kDepth, bool kCluster, int kBlocks>
+  static Shape of(int team) {
+    constexpr int kWarps = kThreads / 32 * (kCluster ? kMaxTeam : 1);
+    return {settle_parts<Score, kThreads, kBits, kRounds, kDepth, kCluster, kBlocks>,
+            kThreads,
+            team,
+            kBits,
+            kRounds,
+            kDepth,
+            static_cast<int>(sizeof(Told<kWarps>))};
+  }
+  int64_t warps() const { return threads / 32 * team; }
+  int64_t most_scores() const { return warps() * 32 * bits * rounds; }
+  // Of scores a warp takes.
+  int64_t part(int64_t scores) const { return (scores + warps() * 32 - 1) / (warps() * 32) * 32; }
+  int64_t shared(int64_t scores) const {
+    const int64_t of_warp = team > 1 ? int64_t{32} * bits * depth : part(scores);
+    return told + (threads / 32 * of_warp + 256) * static_cast<int64_t>(sizeof(Score));  // up to 256 are read beyond
+  }
+};
+
+// A block a row, by the scores they take.
+template <typename Score>
+const Shape<Score> shapes[] = {
+    Shape<Score>::template of<256, 16, 1, 1, false, 4>(1),
+    Shape<Score>::template of<256, 32, 1, 1, false, 4>(1),
+    Shape<Score>::template of<512, 32, 1, 1, false, 3>(1),
+};
+// Teams of blocks.
+template <typename Score>
+const Shape<Score> team_shapes[] = {
+    Shape<Score>::template of<256, 16, 1, 1, true, 4>(4),
+    Shape<Score>::template of<256, 32, 1, 1, true, 4>(8),
+    Shape<Score>::template of<256, 32, 4, 2, true, 3>(8),
+};
+
 template <typename Score>
 const Limits& limits(int device) {
   static Limits known[kMaxDevices];
   static std::once_flag read[kMaxDevices];
   std::call_once(read[device], [&] {
-    const auto kernel = &settle_marks<Score, 512, 4, true, false, 2>;
-    known[device] = read_limits(device, {reinterpret_cast<const void*>(kernel)});
+    std::vector<const void*> kernels{reinterpret_cast<const void*>(settle_long<Score>)};
+    for (const auto& shape : shapes<Score>) kernels.push_back(reinterpret_cast<const void*>(shape.kernel));
+    for (const auto& shape : team_shapes<Score>) kernels.push_back(reinterpret_cast<const void*>(shape.kernel));
+    known[device] = read_limits(device, kernels);
   });
   return known[device];
 }
 
 // Whether a kernel of settle.cuh was launched.
 template <typename Score>
-bool settle_with_marks(const Context& ctx, const Selection& s, const Provisional& p, const DeviceScope& scope) {
-  const void* probe = reinterpret_cast<const void*>(&settle_marks<Score, 256, 4, false, false, 4>);
-  const DeviceFacts& facts = device_facts(ctx, scope.device, probe);
+bool settle_with_cpp(const Context& ctx, const Selection& s, const Provisional& p, const DeviceScope& scope) {
+  const DeviceFacts& facts = device_facts(ctx, scope.device, reinterpret_cast<const void*>(settle_long<Score>));
+  const Limits& limit = limits<Score>(scope.device);
   const Problem problem{s.scores, s.row_stride, s.lengths, s.bases, s.out, s.k, static_cast<int32_t>(s.width), 0, 0};
-  const int64_t scores = s.width + slack_of<Score>(s), marks = ((scores + 3) / 4 + 15) / 16 * 16;
-  const auto run = [&](void (*kernel)(Settlement), int threads) {
-    launch(kernel, "settle_marks", Settlement{problem, p.indices, p.wide}, s.rows, threads, marks, scope.stream);
-    return true;
-  };
   const bool few = s.rows <= facts.multiprocessors;  // a block has a multiprocessor for itself
-  if (scores <= 256 * 4 * 4 && few) return run(settle_marks<Score, 256, 4, false, true, 4>, 256);
-  if (scores <= 256 * 4 * 4) return run(settle_marks<Score, 256, 4, false, false, 4>, 256);
-  if (scores <= 512 * 4 * 4) return run(settle_marks<Score, 512, 4, false, false, 2>, 512);
-  if (scores <= 512 * 8 * 4) return run(settle_marks<Score, 512, 8, false, false, 2>, 512);
+  if (s.k <= INT32_MAX / 2) {
+    const int64_t scores = s.width + slack_of<Score>(s, 16);
+    const auto run = [&](const Shape<Score>& shape) {
+      if (scores > shape.most_scores() || shape.shared(scores) > limit.shared || shape.team * s.rows > INT32_MAX)
+        return false;
+      const Settlement settlement{problem, p.indices, p.wide, static_cast<int32_t>(shape.part(scores))};
+      launch(shape.kernel, "settle_parts", settlement, s.rows * shape.team, shape.threads, shape.shared(scores),
+             scope.stream, shape.team);
+      return true;
+    };
+    const auto& [small_team, team, long_team] = team_shapes<Score>;
+    const bool costly = sizeof(Score) < 4 || 8 * s.k >= s.width;  // for a stream: guesses wrong, or marks many names
+    if (run(shapes<Score>[0]) || run(shapes<Score>[1])) return true;
+    if (limit.clusters && small_team.team * s.rows <= facts.multiprocessors && run(small_team)) return true;
+    if (run(shapes<Score>[2])) return true;
+    if (limit.clusters && (few || costly) && run(team)) return true;
+    if (limit.clusters && few && run(long_team)) return true;
+  }
   // A row for itself keeps no multiprocessor busy: the Triton kernels share few long rows among many programs.
-  if (few || marks > limits<Score>(scope.device).shared) return false;
-  return run(settle_marks<Score, 512, 4, true, false, 2>, 512);
+  const int64_t marks = ((s.width + slack_of<Score>(s) + 3) / 4 + 15) / 16 * 16;
+  if (few || marks > limit.shared) return false;
+  const Settlement settlement{problem, p.indices, p.wide, 0};
+  launch(settle_long<Score>, "settle_stream", settlement, s.rows, kStreamThreads, marks, scope.stream);
+  return true;
 }
 
 }  // namespace
@@ -112,9 +174,9 @@ bool settle_with_marks(const Context& ctx, const Selection& s, const Provisional
 void settle(const Context& ctx, const Selection& s, const Provisional& p, const DeviceScope& scope) {
   const auto launched = [&] {
     switch (s.dtype) {
-      case Score::kFloat: return settle_with_marks<float>(ctx, s, p, scope);
-      case Score::kHalf: return settle_with_marks<__half>(ctx, s, p, scope);
-      case Score::kBFloat16: return settle_with_marks<__nv_bfloat16>(ctx, s, p, scope);
+      case Score::kFloat: return settle_with_cpp<float>(ctx, s, p, scope);
+      case Score::kHalf: return settle_with_cpp<__half>(ctx, s, p, scope);
+      case Score::kBFloat16: return settle_with_cpp<__nv_bfloat16>(ctx, s, p, scope);
     }
     return false;
   };
