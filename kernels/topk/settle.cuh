@@ -178,6 +178,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
     if constexpr (kCluster) {
       if (lane < size) Mail::send(all + me, complete, lane, value);
       Mail::wait(complete);
+      __syncwarp();  // before a lane writes where another has read
     } else {
       if (lane == 0) all[me] = value;
       __syncthreads();
