@@ -148,9 +148,22 @@ def build_app() -> "Typer":
         console.print(calibration.report(found, plot))
         console.print(f"{output}: {output.stat().st_size:,} bytes")
 
+    def load(file: Path, model: str | None) -> calibration.Calibration:
+        try:
+            config = None if model is None else transformers.AutoConfig.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            reason = str(error).partition("\n")[0]
+            raise typer.BadParameter(reason, param_hint="--model") from error
+        try:
+            return calibration.load(file, config)
+        except (ValueError, TypeError) as error:
+            raise typer.BadParameter(str(error), param_hint="FILE") from error
+
     @app.command()
     def convert(
-        file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="An official .pt file.")],
+        file: Annotated[
+            Path, typer.Argument(exists=True, dir_okay=False, help="A file that load takes, .pt or complete.")
+        ],
         output: Annotated[
             Path,
             typer.Argument(dir_okay=False, callback=_in_a_folder, help="The .safetensors file to write."),
@@ -158,11 +171,8 @@ def build_app() -> "Typer":
         model: Annotated[str, typer.Option(help="The model it belongs to, which knows its frequencies.")],
     ) -> None:
         """Make an official file one that is complete without its model, for TriAttentionConfig."""
-        try:
-            found = calibration.load(file, transformers.AutoConfig.from_pretrained(model))
-        except (ValueError, TypeError) as error:
-            raise typer.BadParameter(str(error), param_hint="FILE") from error
-        calibration.save(found, output)
+        calibration.save(load(file, model), output)
+        typer.echo(f"{output}: {output.stat().st_size:,} bytes")
 
     @app.command()
     def report(
@@ -178,12 +188,7 @@ def build_app() -> "Typer":
         ] = None,
     ) -> None:
         """Say how concentrated the queries in a file are."""
-        config = None if model is None else transformers.AutoConfig.from_pretrained(model)
-        try:
-            found = calibration.load(file, config)
-        except (ValueError, TypeError) as error:
-            raise typer.BadParameter(str(error), param_hint="FILE") from error
-        _wide(Console()).print(calibration.report(found, plot))
+        _wide(Console()).print(calibration.report(load(file, model), plot))
 
     return app
 

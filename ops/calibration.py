@@ -713,7 +713,7 @@ def _load_official(path: Path, geometry: _Geometry | None) -> Calibration:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).strip().split("\n", 1)[0]
+        reason = f"{type(error).__name__}: {error}".partition("\n")[0].strip()
         raise _refusal(
             path.name, "safetensors, or a torch file of plain tensors, lists and texts", reason
         ) from error

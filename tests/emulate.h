@@ -49,7 +49,7 @@ struct Barrier {
   uint64_t turn = 0;
 };
 
-constexpr unsigned kMostShared = 1 << 18, kMostCluster = 4;
+constexpr unsigned kMostShared = 1 << 18, kMostCluster = 8;
 alignas(64) inline uint8_t dynamic_shared[kMostCluster][kMostShared];  // of each block of a cluster
 inline std::vector<Fiber> fibers;                                      // of a cluster
 inline std::vector<Warp> warps;

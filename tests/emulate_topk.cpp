@@ -48,10 +48,11 @@ void parts(Settlement s) {
 template <typename Score>
 const Kernel kernels[] = {
     {"settle, 256 x 16", 256, 4096, 1, parts<Score, 256, 16, 1, 1, false>, {}},
+    {"settle, 256 x 32", 256, 8192, 1, parts<Score, 256, 32, 1, 1, false>, {}},
     {"settle, 512 x 32", 512, 16384, 1, parts<Score, 512, 32, 1, 1, false>, {}},
     {"settle, teams, 256 x 16", 256, 4096, 4, parts<Score, 256, 16, 1, 1, true>, {}},
-    {"settle, teams, 256 x 32", 256, 8192, 4, parts<Score, 256, 32, 1, 1, true>, {}},
-    {"settle, teams, 128 x 16, 4 rounds", 128, 8192, 4, parts<Score, 128, 16, 4, 3, true>, {}},
+    {"settle, teams, 256 x 32", 256, 8192, 8, parts<Score, 256, 32, 1, 1, true>, {}},
+    {"settle, teams, 256 x 32, 4 rounds", 256, 32768, 8, parts<Score, 256, 32, 4, 2, true>, {}},
     {"settle, stream", 512, 40000, 0, [](Settlement s) { settle_stream<Score, 512, 4, 2>(s); }, {}},
     {"select, 512 x 2, direct", 512, 4096, 0, {}, [](Problem p) { resident_select<Score, 512, 2, true, false>(p); }},
     {"select, 256 x 3", 256, 3072, 0, {}, [](Problem p) { resident_select<Score, 256, 3, false, false>(p); }},

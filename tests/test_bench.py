@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -163,3 +164,14 @@ def test_compare(tmp_path: Path) -> None:
     assert "500.0" in changed[0]
     assert "400.0" in changed[0]
     assert "+0.0%" in printed
+
+
+def test_committed_results_name_no_folder_of_a_machine() -> None:
+    pages = [
+        REPOSITORY / "README.md",
+        *REPOSITORY.glob("docs/*.md"),
+        *REPOSITORY.glob("bench/results/*.json"),
+    ]
+    assert len(pages) > 5
+    for page in pages:
+        assert not re.findall(r"(?<![\w.])/(?:tmp|home|root|work|opt|mnt)/[\w./-]+", page.read_text()), page

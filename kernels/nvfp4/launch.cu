@@ -479,7 +479,7 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   if (!host_cold && max_ctas == 0) {
     h.log_run = 0;
     grid.warps = warps_per_block(kDirection);
-    grid.blocks = h.total_tiles;
+    grid.blocks = kMaxBlocks;  // as many as there are tiles for
   }
   grid.blocks = std::min({grid.blocks, (h.total_tiles + grid.warps - 1) / grid.warps, kMaxBlocks});
   h.share = h.total_tiles / grid.blocks;

@@ -1,4 +1,4 @@
-// CUDA side of settle_ties: which kernel of settle.cuh settles, by shape and architecture alone, or else the Triton
+// CUDA side of settle_ties: which kernel of settle.cuh settles, by shape and device alone, or else the Triton
 // kernels of settle.py, which take rows of any length.
 
 #include "topk/kernels.h"
@@ -100,7 +100,7 @@ struct Shape {
   }
   int64_t warps() const { return threads / 32 * team; }
   int64_t most_scores() const { return warps() * 32 * bits * rounds; }
-  // Of scores a warp takes.
+  // How many of a row's scores a warp takes.
   int64_t part(int64_t scores) const { return (scores + warps() * 32 - 1) / (warps() * 32) * 32; }
   int64_t shared(int64_t scores) const {
     const int64_t of_warp = team > 1 ? int64_t{32} * bits * depth : part(scores);

@@ -38,6 +38,7 @@ struct Mail {
   // All threads of a block say that it may be sent to, and wait for the others.
   static __device__ __forceinline__ void open() {
 #if __CUDA_ARCH__ >= 900
+    __syncwarp();  // thread 0 has been elsewhere
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 #endif
@@ -161,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
       }
     }
     if (kCluster && rest == k) {
-      __syncthreads();
+      __syncthreads();  // no warp's row gets ahead of another's named scores
 #pragma unroll 1
       for (int32_t round = 0; round < kDepth; ++round) load(round, length);
     }
