@@ -54,14 +54,14 @@ def build(
     cuda = next((h / "include" for h in homes if (h / "include" / "cuda_fp16.h").is_file()), None)
     if cuda is None or shutil.which("g++") is None:
         pytest.skip("needs g++ and CUDA's headers")
-    (folder / family).mkdir()
-    for source in (ROOT / "kernels" / family).glob("*.*"):
-        text = source.read_text()
-        for pattern, replacement in (*EVERYWHERE, *replaced):
-            text = re.sub(pattern, replacement, text, flags=re.DOTALL)
-        (folder / family / source.name).write_text(text)
+    for part in ("common", family):
+        (folder / part).mkdir()
+        for source in (ROOT / "kernels" / part).glob("*.*"):
+            text = source.read_text()
+            for pattern, replacement in (*EVERYWHERE, *replaced):
+                text = re.sub(pattern, replacement, text, flags=re.DOTALL)
+            (folder / part / source.name).write_text(text)
     for name, text in (headers or {}).items():
-        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
     flags = ["-std=c++20", "-O1", "-w", "-ffp-contract=off", "-DKVC_FP_CONTRACT_OFF"]
     includes = [f"-I{p}" for p in (folder, ROOT / "tests", ROOT / "kernels", ROOT / "include")]

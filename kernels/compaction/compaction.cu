@@ -22,6 +22,7 @@
 // sequence for which 1 to 3 hold. With `destinations` no destination is a source, so any order will do, and pieces of
 // kFreeMoves moves go to different warps.
 
+#include "common/async.cuh"
 #include "common/boxing.h"
 #include "common/cuda.h"
 #include "compaction/arguments.h"
@@ -61,18 +62,6 @@ struct Parameters {
 static_assert(sizeof(Parameters) <= 4096);
 
 __device__ __forceinline__ int32_t value(const int32_t* data, int64_t offset) { return __ldg(data + offset); }
-
-template <int kVector>
-__device__ __forceinline__ void copy_async(uint32_t shared, uint64_t global) {
-  if constexpr (kVector == 16)
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared), "l"(global) : "memory");
-  else asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared), "l"(global), "n"(kVector) : "memory");
-}
-__device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int kPending>
-__device__ __forceinline__ void wait() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 
 template <int kVector>
 struct VectorType;
@@ -328,8 +317,7 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) compact_kernel(const __g
         const uint64_t row = __shfl_sync(kAll, walk.source, static_cast<int>(place.row % kWarp));
         const uint64_t from = row + uint64_t{place.column} * kVector;
         if (place.row < kWarp && row != 0) {
-          if constexpr (kVector >= 4)
-            copy_async<kVector>(static_cast<uint32_t>(__cvta_generic_to_shared(mine + k * kWarp)), from);
+          if constexpr (kVector >= 4) copy_async<kVector>(mine + k * kWarp, reinterpret_cast<const void*>(from));
           else loaded[k] = *reinterpret_cast<const V*>(from);
         }
         place.advance(walk.vectors, walk.step);
@@ -345,9 +333,9 @@ __global__ void __launch_bounds__(kThreads, kMinBlocks) compact_kernel(const __g
         done = 0;
       }
     }
-    commit();
+    commit_async();
     stage = stage + 1 == kStages ? 0 : stage + 1;
-    wait<kStages - 1>();
+    wait_async<kStages - 1>();
     __syncwarp();
     const Tile& tile = tiles[kStages - 1];
     if (tile.vectors != 0) {

@@ -2,6 +2,7 @@
 // about the tile, and the ways in and out of its shared memory.
 #pragma once
 
+#include "common/async.cuh"
 #include "kvc/pages.h"
 #include "nvfp4/packed.cuh"
 
@@ -110,20 +111,6 @@ struct HotTile {
     return base + hot_offset(s, first + (chunk >> log_chunks), 16u << log_chunks) + in_unit * 16;
   }
 };
-
-__device__ __forceinline__ void copy_async(uint8_t* shared, const uint8_t* from) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(from)
-      : "memory");
-}
-
-__device__ __forceinline__ void commit_async() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-template <int kPending>
-__device__ __forceinline__ void wait_async() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
-}
 
 union Chunk {
   uint4 vector;

@@ -2,6 +2,7 @@
 // of those equal to it, named or not, as many as were named, lowest index first.
 #pragma once
 
+#include "common/async.cuh"
 #include "topk/select.cuh"
 
 namespace kvc::topk {
@@ -66,13 +67,6 @@ struct Mail {
   }
 };
 
-__device__ __forceinline__ void copy_async(void* shared, const void* from) {
-  asm volatile(
-      "cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(from)
-      : "memory");
-}
-
 // Rows that pass through shared memory, each warp on a part of its own: kRounds times 32 * kBits scores, kDepth of them
 // there at a time. A block finds the named scores of its row there. The blocks of a cluster share the names and look
 // their scores up before they load the row, since each other's loads would keep them waiting.
@@ -136,12 +130,11 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
     const int32_t edge = lane < kVector ? lane : inner - kVector + lane;
     if (lane < 2 * kVector && edge >= max(at, head) && edge < min(stop, end) && (edge >= inner || head > 0))
       to[edge - at] = from[edge];
-    if (kRounds > 1) asm volatile("cp.async.commit_group;" ::: "memory");
+    if (kRounds > 1) commit_async();
   };
-  const auto wait_for_all = [] { asm volatile("cp.async.wait_all;" ::: "memory"); };
   if constexpr (!kCluster) {
     load(0, p.width);  // before the length is known
-    wait_for_all();
+    wait_all_async();
     __syncthreads();
   }
   const int32_t length = min(max(given, 0), p.width);
@@ -198,8 +191,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
   uint32_t above[kRounds], ties[kRounds], more = 0, equal = 0;
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    if constexpr (kRounds > 1) asm volatile("cp.async.wait_group %0;" ::"n"(kDepth - 1) : "memory");
-    else wait_for_all();
+    if constexpr (kRounds > 1) wait_async<kDepth - 1>();
+    else wait_all_async();
     __syncwarp();
     const int32_t at = first + round * kStage, stop = min(at + kStage, last);
     const Score* const stage = mine + round % kDepth * kStage + lane;
