@@ -283,7 +283,7 @@ def packing_rows() -> list[Row]:
             rows.append({"case": text, **common.summary(times)})
         text = f"{name}: 64 requests, 8 heads, 2,048 kept, each of 20 in a graph"
         rows.append({"case": text, **common.summary(common.times_of_each(run)), "bar_us": bar})
-        rows += common.beside_rows(text, rows[-1]["us"], others, run()[: 1 + ("fill" in name)])
+        rows += common.composition_rows(text, rows[-1]["us"], others, run()[: 1 + ("fill" in name)])
     empty = torch.zeros(1, device="cuda")
     times = common.gpu_times(lambda: empty.add_(1), repeats=60)
     rows.append({"case": "a kernel of one element, for comparison", **common.summary(times)})

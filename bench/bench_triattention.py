@@ -225,7 +225,7 @@ def phase_rows() -> list[Row]:
         name = f"mean_phase, {requests} requests, 64 bands, 17 offsets, each of 20 in a graph"
         rows.append({"case": name, **common.summary(common.times_of_each(run)), "bar_us": 5.0})
         ways = {way: partial(by, *case.phase_arguments) for way, by in others.items()}
-        rows += common.beside_rows(name, rows[-1]["us"], ways, run())
+        rows += common.composition_rows(name, rows[-1]["us"], ways, run())
     return rows
 
 

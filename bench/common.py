@@ -122,7 +122,9 @@ def same(found: Any, expected: Any) -> bool:
     return all(same(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def beside_rows(name: str, ours_us: float, ways: Mapping[str, Callable[[], Any]], expected: Any) -> list[Row]:
+def composition_rows(
+    name: str, ours_us: float, ways: Mapping[str, Callable[[], Any]], expected: Any
+) -> list[Row]:
     """The same answer by others, compared first, then each of 20 in a graph as the op's own row is."""
     rows: list[Row] = []
     for way, run in ways.items():
@@ -274,8 +276,8 @@ def versions() -> dict[str, str]:
     return {name: version(owners[name][0]) for name in MODULES if name in owners}
 
 
-def environment() -> dict[str, Any]:
-    """GPU, driver, versions and commit: what a number means nothing without."""
+def environment(peers: Path | None = None) -> dict[str, Any]:
+    """GPU, driver, commit and versions, those of a folder of peers included: what a number means nothing without."""
 
     def command(*words: str) -> str | None:
         try:
@@ -294,7 +296,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
-        "packages": versions(),
+        "packages": versions() | pins(peers),
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)
@@ -308,11 +310,9 @@ def environment() -> dict[str, Any]:
 
 
 def write(path: Path, results: dict[str, Any], peers: Path | None = None) -> None:
-    """Results as JSON, with the packages that a folder of peers was built from."""
-    facts = environment()
-    facts["packages"] = facts["packages"] | pins(peers)
+    """Results as JSON, with where they were measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"environment": facts, **results}, indent=1) + "\n")
+    path.write_text(json.dumps({"environment": environment(peers), **results}, indent=1) + "\n")
 
 
 class Plain:

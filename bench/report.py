@@ -196,7 +196,7 @@ def compaction(run: Run) -> Lines:
         f"`{case.split(',')[0]}` for 64 requests, 8 heads and 2,048 kept tokens takes {us_of(row)} us as one of 20 in"
         f" a graph{by_torch(run, case)}; {us_of(run.find(case.replace(IN_GRAPH, 'cold L2')))} us alone and with a cold"
         " L2."
-        for case, row in ((row["case"], row) for row in run.rows)
+        for case, row in run.starting("")
         if case.startswith("pack_") and case.endswith(IN_GRAPH) and "one row" not in case
     ]
     fill = [
@@ -273,9 +273,9 @@ def triattention(run: Run) -> Lines:
     ]
     phases = [
         f"`mean_phase` for 32 requests, 64 bands and 17 offsets takes {us_of(row)} us as one of 20 in a graph"
-        f"{by_torch(run, row['case'])}."
-        for row in run.rows
-        if row["case"].startswith("mean_phase, 32 requests") and row["case"].endswith(IN_GRAPH)
+        f"{by_torch(run, case)}."
+        for case, row in run.starting("")
+        if case.startswith("mean_phase, 32 requests") and case.endswith(IN_GRAPH)
     ]
     return markdown(("case", "us", "share of a copy", "scratch, MiB"), rows) + notes(phases)
 
@@ -408,7 +408,7 @@ def write_tables(page: Path, runs: Runs) -> tuple[list[str], list[str]]:
         raise SystemExit(f"{page}: bench:{', '.join(sorted(unknown))} must be one of {known}")
     bodies: dict[str, Lines] = {}
     left: list[str] = []
-    for name in marked.keys() & TABLES.keys():
+    for name in (name for name in marked if name in TABLES):
         family, table = TABLES[name]
         if lines := table(runs[family]) if family in runs else []:
             caption = CAPTIONS.get(name, "").format(copy=copy_rate(runs[family]))
@@ -427,8 +427,7 @@ def write_tables(page: Path, runs: Runs) -> tuple[list[str], list[str]]:
         return f"<!-- bench:{name} -->\n\n{body}\n\n<!-- /bench -->" if body else found[0]
 
     page.write_text(MARKED.sub(renew, text))
-    order = [*marked]
-    return [name for name in order if name in bodies], [name for name in order if name in left]
+    return [name for name in marked if name in bodies], left
 
 
 def draw(folder: Path, runs: Runs) -> list[Path]:
