@@ -140,11 +140,13 @@ def times_of(run: Run, graph: bool = True) -> dict[str, float]:
 
 
 def read_time(case: Case, plain: common.Plain) -> float:
-    """Microseconds of a pure read of the memory of the scores, with the best number of blocks."""
+    """Microseconds of a pure read of as many bytes as the scores that count have, with the best number of blocks.
+
+    Of ragged rows they are read side by side, as if no block had a longer row than another.
+    """
     sink = torch.zeros(4, dtype=torch.int32, device="cuda")
-    nbytes = case.values.numel() * 4
     blocks = torch.cuda.get_device_properties(0).multi_processor_count
-    runs = [partial(plain.load, case.values, sink, blocks * many, nbytes) for many in (2, 4, 8, 16)]
+    runs = [partial(plain.load, case.values, sink, blocks * many, case.nbytes) for many in (2, 4, 8, 16)]
     return min(common.summary(common.gpu_times(run, repeats=20, warm_s=0.005))["us"] for run in runs)
 
 
@@ -153,10 +155,8 @@ def case_row(case: Case, peers: Peers | None, read_us: float, settle: bool) -> R
     select = case.select()
     if not torch.equal(select(), expected):
         raise SystemExit(f"radix_topk is wrong: {case.name}")
-    # A ragged row of the table is held against the rate, as fewer bytes count.
-    floor_us = read_us * case.nbytes / (case.values.numel() * 4)
-    row: Row = {"case": case.name, "bytes": case.nbytes, "read_us": floor_us, **times_of(select)}
-    row["read_share"] = floor_us / row["us"]
+    row: Row = {"case": case.name, "bytes": case.nbytes, "read_us": read_us, **times_of(select)}
+    row["read_share"] = read_us / row["us"]
     found: dict[str, Any] = {}
     for name, run in case.others(peers).items():
         try:
@@ -178,7 +178,7 @@ def case_row(case: Case, peers: Peers | None, read_us: float, settle: bool) -> R
         if not torch.equal(run(), expected):
             raise SystemExit(f"settle_ties is wrong: {case.name}")
         row["settle_us"] = times_of(run)["us"]
-        row["settle_of_read"] = row["settle_us"] / floor_us
+        row["settle_of_read"] = row["settle_us"] / read_us
         # It also reads the other answer and writes its own: no kernel does with less.
         row["settle_bytes_of_read"] = 1 + 2 * case.rows * case.k * 4 / case.nbytes
         if case.shown and case.n in SETTLED_BY_TORCH:
@@ -188,12 +188,11 @@ def case_row(case: Case, peers: Peers | None, read_us: float, settle: bool) -> R
 
 
 def gpu_rows(cases: Iterable[Case], peers: Peers | None, settle: bool) -> list[Row]:
-    plain, reads, rows = common.plain(), dict[tuple[int, int], float](), list[Row]()
+    plain, reads, rows = common.plain(), dict[int, float](), list[Row]()
     for case in cases:
-        size = case.rows, case.n
-        if size not in reads:
-            reads[size] = read_time(case, plain)
-        rows.append(case_row(case, peers, reads[size], settle))
+        if case.nbytes not in reads:
+            reads[case.nbytes] = read_time(case, plain)
+        rows.append(case_row(case, peers, reads[case.nbytes], settle))
     return rows
 
 
