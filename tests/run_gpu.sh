@@ -37,6 +37,10 @@ for step in $steps; do
       run tests python3 -m pytest tests -q -m "cuda or hypothesis" -p no:cacheprovider
       run triton_scorer env KVC_TRIATTENTION_SCORER=triton \
         python3 -m pytest tests/test_triattention.py -q -m "cuda or hypothesis" -p no:cacheprovider
+      for gpu in sm_80 sm_120; do
+        run "topk_as_on_$gpu" env KVC_TOPK_AS_ON=$gpu \
+          python3 -m pytest tests/test_topk.py -q -m "cuda or hypothesis" -p no:cacheprovider
+      done
       ;;
     sanitizer)
       sanitize nvfp4 "move_pages upload_kernel" tests/test_nvfp4_ops.py \

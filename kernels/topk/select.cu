@@ -77,7 +77,8 @@ void stream(const Context& ctx, const Selection& s, const DeviceScope& scope, co
   static KernelLoader loader(compiled);
   const Limits& limit = limits<Score>(scope.device);
   Plan plan(s, cluster_size(s, facts.multiprocessors), limit.shared);
-  const bool precompiled = loader.supports(facts.major, facts.minor) && plan.keeps_all_marks();
+  const bool supported = loader.supports(facts.major, facts.minor) && !as_on("sm_80") && !as_on("sm_120");
+  const bool precompiled = supported && plan.keeps_all_marks();
   if (!precompiled && !limit.clusters) plan = Plan(s, 1, limit.shared);
   problem.mark_groups = static_cast<int32_t>(plan.mark_groups);
   problem.list_capacity = static_cast<int32_t>(plan.entries);
