@@ -239,9 +239,14 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
   for (int round = 0; round < kRounds; ++round) {
     if (keep < equal) {  // not all ties of this warp
       const uint32_t own = __popc(ties[round]), through = inclusive_sum(own, lane), before = earlier + through - own;
-      uint32_t rest = ties[round];
-      for (uint32_t n = min(keep - min(keep, before), own); n != 0; --n) rest &= rest - 1;
-      ties[round] ^= rest;
+      const uint32_t room = keep - min(keep, before), cut = __ballot_sync(kAll, room > 0 && room < own);
+      if (room == 0) ties[round] = 0;
+      if (cut != 0) {  // one lane keeps some of its ties: each lane looks at one of its bits
+        const int cut_lane = __ffs(cut) - 1;
+        const uint32_t bits = __shfl_sync(kAll, ties[round], cut_lane), fit = __shfl_sync(kAll, room, cut_lane);
+        const uint32_t kept = __ballot_sync(kAll, (bits >> lane & 1) && __popc(bits & ((1u << lane) - 1)) < fit);
+        if (lane == cut_lane) ties[round] = kept;
+      }
       earlier += __shfl_sync(kAll, through, 31);
     }
     uint32_t selected = above[round] | ties[round];
@@ -262,8 +267,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
 
 // Long rows, a block for each. The names become marks, as in select.cuh. The row streams past once: which scores equal
 // the pivot must be known before the pivot is, so the least of some named scores guesses it. If it was wrong, no score
-// without a name is as high as the pivot, most often, and the names are the answer; else the row is read again. Of fp32
-// scores, which are all alike or seldom equal, the first ones of the row will do for a guess. Of others a few are
+// without a name is as high as the pivot, most often, and the names are the answer; else all read the groups again of
+// those threads that met the pivot. Of fp32 scores, which are all alike or seldom equal, the first ones of the row will do for a guess. Of others a few are
 // equal: named ones are gathered from everywhere. Dynamic shared memory: a byte of marks for each group of four scores,
 // up to a multiple of 16 bytes.
 template <typename Score, int kThreads, int kGroups, int kBlocks>
@@ -366,46 +371,68 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_stream(const __grid_
         if (named >> j & 1) least = fminf(least, x[j]);
     }
   }
-  uint32_t pivot = least_of_block();  // a key; a guess
-  bool others = true;                 // whether scores without a name may equal the pivot
-  for (bool again = false;; again = true) {
-    const float border = score_of(pivot);
-    float most = -kInfinity;  // without a name
-    least = kInfinity;
-    for (int32_t first = 0; first < row.groups; first += kStep) {
+  const uint32_t guess = least_of_block();  // a key, of the pivot maybe
+  float most = -kInfinity;                  // without a name
+  least = kInfinity;
+  for (int32_t first = 0; first < row.groups; first += kStep) {
+#pragma unroll
+    for (int q = 0; q < kGroups; ++q) {
+      const int32_t group = first + group_of(q);
+      if (group < row.groups) {
+        float four[4];
+        look(group, ahead[q], four);
+        const uint32_t named = marks[group] & kSelected;
+        marks[group] = static_cast<uint8_t>(named | equals(four, score_of(guess)));
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const bool has_name = named >> j & 1;
+          least = fminf(least, has_name ? four[j] : kInfinity);
+          most = fmaxf(most, has_name ? -kInfinity : four[j]);
+        }
+      }
+      const int32_t next = group + kStep;
+      if (next >= row.inner_begin && next < row.inner_end) ahead[q].load(row.at(next));
+    }
+  }
+  const uint32_t low = ordered_key(least), high = ordered_key(most);
+  const uint32_t low_of_warp = __reduce_min_sync(kAll, low), high_of_warp = __reduce_max_sync(kAll, high);
+  if (lane == 0) atomicMin(&control.edge[0], low_of_warp), atomicMax(&control.edge[1], high_of_warp);
+  __syncthreads();
+  const uint32_t pivot = control.edge[0];
+  const bool guessed = guess == pivot, others = control.edge[1] >= pivot;  // which may equal it
+  // Whose marks of equal scores count. Without others they do not matter.
+  const bool met = guessed || (others && (low == pivot || high >= pivot));
+  const uint32_t those = __ballot_sync(kAll, met);
+  if (lane == 0) control.warps[0][warp] = those;
+  __syncthreads();
+  __shared__ uint16_t stage[kWarps * kStageSize];
+  if (!guessed && others) {
+    const uint32_t own = lane < kWarps ? __popc(control.warps[0][lane]) : 0, through = inclusive_sum(own, lane);
+    const auto count = static_cast<int32_t>(__shfl_sync(kAll, through, 31));
+    const uint32_t before = __shfl_sync(kAll, through - own, warp);
+    if (met) stage[before + __popc(those & ((1u << lane) - 1))] = static_cast<uint16_t>(thread);
+    __syncthreads();
+    const int32_t items = (row.groups + kThreads - 1) / kThreads * count;
+    for (int32_t first = 0; first < items; first += kStep) {
+      int32_t group[kGroups];
 #pragma unroll
       for (int q = 0; q < kGroups; ++q) {
-        const int32_t group = first + group_of(q);
-        if (group < row.groups) {
-          float four[4];
-          look(group, ahead[q], four);
-          const uint32_t named = marks[group] & kSelected;
-          marks[group] = static_cast<uint8_t>(named | equals(four, border));
+        const int32_t item = first + group_of(q);
+        group[q] = item < items ? item / count * kThreads + stage[item % count] : row.groups;
+        if (group[q] >= row.inner_begin && group[q] < row.inner_end) ahead[q].load(row.at(group[q]));
+      }
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
-            const bool has_name = named >> j & 1;
-            least = fminf(least, has_name ? four[j] : kInfinity);
-            most = fmaxf(most, has_name ? -kInfinity : four[j]);
-          }
-        }
-        const int32_t next = group + kStep;
-        if (next >= row.inner_begin && next < row.inner_end) ahead[q].load(row.at(next));
+      for (int q = 0; q < kGroups; ++q) {
+        if (group[q] >= row.groups) continue;
+        float four[4];
+        look(group[q], ahead[q], four);
+        marks[group[q]] = static_cast<uint8_t>((marks[group[q]] & kSelected) | equals(four, score_of(pivot)));
       }
     }
-    if (again) break;
-    const uint32_t low = __reduce_min_sync(kAll, ordered_key(least)), high = __reduce_max_sync(kAll, ordered_key(most));
-    if (lane == 0) atomicMin(&control.edge[0], low), atomicMax(&control.edge[1], high);
     __syncthreads();
-    if (control.edge[0] == pivot) break;
-    pivot = control.edge[0];
-    others = control.edge[1] >= pivot;
-    if (!others) break;
-    load_ahead();
   }
-  __syncthreads();
 
   // From "named" and "equal" to "selected" and "tie", in emit()'s division.
-  __shared__ uint16_t stage[kWarps * kStageSize];
   const uint32_t steps = (words + kThreads * kUnit - 1) / (kThreads * kUnit);
   const uint32_t first_word = warp * steps * (8 * kUnit),
                  last_word = min(first_word + steps * (8 * kUnit), (words + 3) / 4);
@@ -413,11 +440,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_stream(const __grid_
   for (uint32_t i = first_word + lane; i < last_word; i += 32) {
     const uint4 four = reinterpret_cast<const uint4*>(marks)[i];
     uint32_t w[4] = {four.x, four.y, four.z, four.w};
+    const uint32_t of_threads = control.warps[0][i / 2 % kWarps] >> i % 2 * 16;
 #pragma unroll
     for (int u = 0; u < 4; ++u) {
-      const uint32_t named = w[u] & kSelected, tie = w[u] >> 4 & kSelected;
-      const uint32_t selected = named & ~tie, ties = others ? tie : tie & named;
-      quota += __popc(tie & named), above += __popc(selected), equal += __popc(ties);
+      const uint32_t count = ((of_threads >> 4 * u & 15) * 0x204081u & 0x01010101u) * 15;  // nibbles, as of w
+      const uint32_t named = w[u] & kSelected, ties = w[u] >> 4 & count, selected = named & ~ties;
+      quota += __popc(ties & named), above += __popc(selected), equal += __popc(ties);
       w[u] = selected | ties << 4;
     }
     reinterpret_cast<uint4*>(marks)[i] = uint4{w[0], w[1], w[2], w[3]};
