@@ -20,6 +20,7 @@ EVERYWHERE = (
     (r'asm\("prmt\.b32 .*?\);', "result = emulate::prmt(a, b, selector);"),
     (r'asm volatile\(\s*"cp\.async\.cg\..*?: "memory"\);', "memcpy(shared, from, 16);"),
     (r'asm volatile\("cp\.async\.[^;]*;[^;]*;', ";"),
+    (r'asm volatile\("prefetch\.global\.L2.*?\);', ";"),
     (
         r"extern __shared__ __align__\(16\) uint8_t (\w+)\[\];",
         r"uint8_t* const \1 = emulate::shared();",

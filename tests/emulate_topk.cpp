@@ -2,6 +2,8 @@
 #include "emulate.h"
 #include "topk/resident.cuh"
 #include "topk/settle.cuh"
+#include "topk/spread.cuh"
+#include "topk/stream.cuh"
 
 #include <random>
 
@@ -63,6 +65,9 @@ const Kernel kernels[] = {
     {"select, 1024 x 4", 1024, 16384, 0, {}, [](Problem p) { resident_select<Score, 1024, 4, false, false>(p); }},
     {"select, 512 x 8", 512, 16384, 0, {}, [](Problem p) { resident_select<Score, 512, 8, false, false>(p); }},
     {"select, 512 x 8, waits", 512, 16384, 0, {}, [](Problem p) { resident_select<Score, 512, 8, false, true>(p); }},
+    {"select, teams, 512 x 8", 512, 16384, 4, {}, [](Problem p) { spread_select<Score, 512, 8, false>(p); }},
+    {"select, teams, 1024 x 4, waits", 1024, 16384, 4, {}, [](Problem p) { spread_select<Score, 1024, 4, true>(p); }},
+    {"select, stream", 512, 40000, 0, {}, [](Problem p) { stream_row<Score, 512, false>(p); }},
 };
 
 // Whether one call on random rows gives the answer and writes nothing else.
@@ -103,7 +108,9 @@ bool agrees(const Kernel& kernel) {
   }
   const std::vector<int64_t> named_wide(named.begin(), named.end());
   const bool wide = any(0, 1);
-  const Problem problem{scores, stride, lengths.data(), bases.data(), out.data(), k, width, 0, 0};
+  // Streaming: lists and marks that suffice, and others.
+  const int list = 2 * any(1, any(0, 1) ? 50 : 8000), groups = 1024 * any(1, 12);
+  const Problem problem{scores, stride, lengths.data(), bases.data(), out.data(), k, width, list, groups};
   const int warps = kernel.threads / 32 * blocks, part = (width + 7 + warps * 32 - 1) / (warps * 32) * 32;
   const Settlement settlement{problem, wide ? static_cast<const void*>(named_wide.data()) : named.data(), wide, part};
   memset(emulate::dynamic_shared, 0xEE, sizeof(emulate::dynamic_shared));

@@ -6,6 +6,7 @@
 #include "common/launch_compiled.h"
 #include "topk/kernels.h"
 #include "topk/resident.cuh"
+#include "topk/spread.cuh"
 #include "topk/stream.cuh"
 
 namespace kvc::compiled {
@@ -22,6 +23,8 @@ constexpr int64_t kLeastList = 24 << 10;  // bytes of shared memory that marks l
 constexpr int64_t kPart = 131072;         // scores of a row a block of a cluster takes, about
 constexpr int64_t kLeastPart = 32768;     // it takes no fewer, to have more blocks than multiprocessors
 constexpr int kMaxCluster = 8;
+constexpr int kSpreadThreads = 1024, kSpreadGroups = 4;
+constexpr int64_t kMaxSpread = 4;  // blocks
 static_assert(sizeof(StreamShared<kStreamThreads>) <= kStreamFixed);
 
 template <typename Score>
@@ -102,6 +105,18 @@ void keep_resident(const Selection& s, const DeviceScope& scope, const Problem& 
          scope.stream);
 }
 
+// Whether a cluster of blocks, each with a multiprocessor for itself, keeps a row.
+template <typename Score>
+bool spread(const Selection& s, const DeviceScope& scope, const DeviceFacts& facts, const Problem& problem,
+            int64_t scores) {
+  constexpr int64_t kScores = kSpreadThreads * kSpreadGroups * 4;
+  const int64_t team = (scores + kScores - 1) / kScores;
+  if (team > kMaxSpread || team * s.rows > facts.multiprocessors || !limits<Score>(scope.device).clusters) return false;
+  launch(spread_select<Score, kSpreadThreads, kSpreadGroups, false>, "spread_select", problem, s.rows * team,
+         kSpreadThreads, sizeof(SpreadShared<kSpreadThreads, kSpreadGroups>), scope.stream, static_cast<int>(team));
+  return true;
+}
+
 template <typename Score>
 void select(const Context& ctx, const Selection& s, const DeviceScope& scope, const CompiledKernel& compiled) {
   const void* probe = reinterpret_cast<const void*>(&resident_select<Score, 256, 3, false, false>);
@@ -118,6 +133,7 @@ void select(const Context& ctx, const Selection& s, const DeviceScope& scope, co
   if (scores <= 512 * 8 * 4 && s.rows <= 2 * facts.multiprocessors)
     return keep_resident<Score, 512, 8, false, true>(s, scope, problem);
   if (scores <= 512 * 8 * 4) return keep_resident<Score, 512, 8>(s, scope, problem);
+  if (spread<Score>(s, scope, facts, problem, scores)) return;
   stream<Score>(ctx, s, scope, facts, problem, compiled);
 }
 

@@ -1,9 +1,10 @@
 // What the kernels of top-k selection share: keys, teams of blocks, bins, marks. Device code, free of torch.
 //
-// A row belongs to a team: one block, or on sm_90 and later a cluster of them. The kernels (resident.cuh, stream.cuh)
-// differ in how they look at the row. Both count its scores in bins to find the k-th largest, and mark what is
-// selected, one byte per four scores: the low nibble says "selected", the high one "equal to the k-th largest, of which
-// the first few are selected". Counting marks gives every selected score its place in the output, so nothing is sorted.
+// A row belongs to a team: one block, or on sm_90 and later a cluster of them. The kernels (resident.cuh, spread.cuh,
+// stream.cuh) differ in how they look at the row. All count its scores in bins to find the k-th largest, and mark what
+// is selected, one byte per four scores: the low nibble says "selected", the high one "equal to the k-th largest, of
+// which the first few are selected". Counting marks gives every selected score its place in the output, so nothing is
+// sorted.
 #pragma once
 
 #include <cuda_bf16.h>
