@@ -65,8 +65,8 @@ const Kernel kernels[] = {
     {"select, 1024 x 4", 1024, 16384, 0, {}, [](Problem p) { resident_select<Score, 1024, 4, false, false>(p); }},
     {"select, 512 x 8", 512, 16384, 0, {}, [](Problem p) { resident_select<Score, 512, 8, false, false>(p); }},
     {"select, 512 x 8, waits", 512, 16384, 0, {}, [](Problem p) { resident_select<Score, 512, 8, false, true>(p); }},
-    {"select, teams, 512 x 8", 512, 16384, 4, {}, [](Problem p) { spread_select<Score, 512, 8, false>(p); }},
-    {"select, teams, 1024 x 4, waits", 1024, 16384, 4, {}, [](Problem p) { spread_select<Score, 1024, 4, true>(p); }},
+    {"select, teams, 1024 x 4", 1024, 16384, 2, {}, [](Problem p) { spread_select<Score, 1024, 4>(p); }},
+    {"select, teams, 1024 x 8", 1024, 32768, 2, {}, [](Problem p) { spread_select<Score, 1024, 8>(p); }},
     {"select, stream", 512, 40000, 0, {}, [](Problem p) { stream_row<Score, 512, false>(p); }},
 };
 

@@ -795,6 +795,36 @@ class TestCuda:
                 assert torch.equal(answer[row].cpu(), expected), (name, row)
             assert torch.equal(answer[1].cpu(), torch.arange(k, dtype=torch.int32)), name
 
+    @pytest.mark.parametrize(
+        ("rows", "width", "select", "settle"),
+        [
+            (32, 4096, "resident_select", "settle_parts"),
+            (512, 16384, "resident_select", "settle_parts"),
+            (32, 65536, "spread_select", "settle_parts"),
+            (512, 65536, "streaming_select", "settle_stream"),
+            (4, 1 << 20, "streaming_select", "settle_emit"),
+        ],
+    )
+    def test_which_kernels_run(self, launches: Any, rows: int, width: int, select: str, settle: str) -> None:
+        if (
+            torch.cuda.get_device_capability() != (9, 0)
+            or torch.cuda.get_device_properties(0).multi_processor_count < 128
+        ):
+            pytest.skip("the table is that of a large GPU with clusters and kernels of the CuTe DSL")
+        if os.environ.get("KVC_TOPK_AS_ON"):
+            pytest.skip("the kernels are those of another GPU")
+        scores, lengths = normal(rows, width).cuda(), ints([width] * rows, "cuda")
+        provisional = scores.topk(500).indices
+        # CuTe DSL's kernel has a name of its own making.
+        found = [
+            name.replace("kernel_cutlass_kernel", "streaming_select")
+            for name in launches(lambda: kvc.radix_topk(scores, lengths, 500))
+        ]
+        assert [select in name for name in found] == [True], found
+        found = launches(lambda: kvc.settle_ties(scores, lengths, provisional))
+        assert settle in found[-1], found
+        assert len(found) == (3 if settle == "settle_emit" else 1), found
+
     def test_no_memory_but_the_result_survives_a_call(self) -> None:
         scores, lengths = normal(64, 20000).cuda(), ints([20000] * 64, "cuda")
         out = torch.empty(64, 500, dtype=torch.int32, device="cuda")

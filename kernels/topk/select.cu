@@ -23,8 +23,7 @@ constexpr int64_t kLeastList = 24 << 10;  // bytes of shared memory that marks l
 constexpr int64_t kPart = 131072;         // scores of a row a block of a cluster takes, about
 constexpr int64_t kLeastPart = 32768;     // it takes no fewer, to have more blocks than multiprocessors
 constexpr int kMaxCluster = 8;
-constexpr int kSpreadThreads = 1024, kSpreadGroups = 4;
-constexpr int64_t kMaxSpread = 4;  // blocks
+constexpr int kSpread = 2;  // blocks of a row that they keep together
 static_assert(sizeof(StreamShared<kStreamThreads>) <= kStreamFixed);
 
 template <typename Score>
@@ -105,16 +104,13 @@ void keep_resident(const Selection& s, const DeviceScope& scope, const Problem& 
          scope.stream);
 }
 
-// Whether a cluster of blocks, each with a multiprocessor for itself, keeps a row.
-template <typename Score>
-bool spread(const Selection& s, const DeviceScope& scope, const DeviceFacts& facts, const Problem& problem,
-            int64_t scores) {
-  constexpr int64_t kScores = kSpreadThreads * kSpreadGroups * 4;
-  const int64_t team = (scores + kScores - 1) / kScores;
-  if (team > kMaxSpread || team * s.rows > facts.multiprocessors || !limits<Score>(scope.device).clusters) return false;
-  launch(spread_select<Score, kSpreadThreads, kSpreadGroups, false>, "spread_select", problem, s.rows * team,
-         kSpreadThreads, sizeof(SpreadShared<kSpreadThreads, kSpreadGroups>), scope.stream, static_cast<int>(team));
-  return true;
+// Two blocks, each with a multiprocessor for itself, keep a row.
+template <typename Score, int kGroups>
+void keep_spread(const Selection& s, const DeviceScope& scope, const Problem& problem) {
+  constexpr int kThreads = 1024;
+  static_assert(sizeof(SpreadShared<kThreads, kGroups>) <= 48 << 10);
+  launch(spread_select<Score, kThreads, kGroups>, "spread_select", problem, s.rows * kSpread, kThreads,
+         sizeof(SpreadShared<kThreads, kGroups>), scope.stream, kSpread);
 }
 
 template <typename Score>
@@ -133,7 +129,10 @@ void select(const Context& ctx, const Selection& s, const DeviceScope& scope, co
   if (scores <= 512 * 8 * 4 && s.rows <= 2 * facts.multiprocessors)
     return keep_resident<Score, 512, 8, false, true>(s, scope, problem);
   if (scores <= 512 * 8 * 4) return keep_resident<Score, 512, 8>(s, scope, problem);
-  if (spread<Score>(s, scope, facts, problem, scores)) return;
+  if (kSpread * s.rows <= facts.multiprocessors && limits<Score>(scope.device).clusters) {
+    if (scores <= kSpread * 1024 * 4 * 4) return keep_spread<Score, 4>(s, scope, problem);
+    if (scores <= kSpread * 1024 * 8 * 4) return keep_spread<Score, 8>(s, scope, problem);
+  }
   stream<Score>(ctx, s, scope, facts, problem, compiled);
 }
 

@@ -366,6 +366,23 @@ __device__ __forceinline__ uint32_t pack_nibbles(uint32_t x) {
   return (x | x >> 8) & 0xffffu;
 }
 
+// For lanes whose masks have many bits: all lanes take the bits of one mask, or of two of 16, at a time instead of each
+// its own one by one. `first` bits come before a lane's mask; calls put(bits before, lane of the mask, bit).
+constexpr uint32_t kMany = 24;
+template <int kBits, typename Put>
+__device__ __forceinline__ void each_bit_abreast(uint32_t mask, uint32_t first, Put&& put) {
+  static_assert(kBits == 16 || kBits == 32);
+  constexpr uint32_t kMasks = 32 / kBits;
+  const uint32_t lane = threadIdx.x % 32;
+#pragma unroll 4
+  for (uint32_t from = 0; from < 32; from += kMasks) {
+    uint32_t bits = __shfl_sync(kAll, mask, from);
+    if (kMasks == 2) bits |= __shfl_sync(kAll, mask, from + 1) << 16;
+    const uint32_t before = __shfl_sync(kAll, first, from) + __popc(bits & ((1u << lane) - 1));
+    if (bits >> lane & 1) put(before, from + lane / kBits, lane % kBits);
+  }
+}
+
 constexpr uint32_t kStage = 1024;  // indices a warp collects before it writes them
 
 // Counts of the marks of this warp's part of `words`, in emit()'s division. Marks are zero up to a multiple of 16
@@ -441,8 +458,21 @@ __device__ __forceinline__ void emit(const uint32_t* marks, uint32_t words, uint
     };
     const uint32_t offset = lane * kUnit * 16;
     uint32_t next[(kUnit + 1) / 2], rest = 0;  // several masks at a time, which do not wait for each other
+    uint32_t most = 0;
 #pragma unroll
-    for (int u = 0; u < (kUnit + 1) / 2; ++u) next[u] = at, at += __popc(bits[u]), rest |= bits[u];
+    for (int u = 0; u < (kUnit + 1) / 2; ++u) {
+      const uint32_t own = __popc(bits[u]);
+      next[u] = at, at += own, rest |= bits[u], most = max(most, own);
+    }
+    const bool many = __reduce_max_sync(kAll, most) > kMany;
+    if (many) {
+#pragma unroll
+      for (int u = 0; u < (kUnit + 1) / 2; ++u)
+        each_bit_abreast<kUnit == 1 ? 16 : 32>(bits[u], next[u], [&](uint32_t before, uint32_t of, uint32_t bit) {
+          to[before] = index + static_cast<int32_t>(of * kUnit * 16 + u * 32 + bit);
+        });
+      rest = 0;
+    }
     while (rest != 0) {
       rest = 0;
 #pragma unroll
@@ -452,7 +482,7 @@ __device__ __forceinline__ void emit(const uint32_t* marks, uint32_t words, uint
         rest |= bits[u];
       }
     }
-    if (staged) {
+    if (staged && !many) {
       __syncwarp();
       for (uint32_t i = lane; i < count; i += 32) to[i] = index + stage[i];
       __syncwarp();

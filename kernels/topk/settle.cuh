@@ -252,13 +252,19 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
     uint32_t selected = above[round] | ties[round];
     const uint32_t count = __popc(selected), through = inclusive_sum(count, lane);
     const uint32_t total = __shfl_sync(kAll, through, 31);
-    for (uint32_t at = through - count; selected != 0; selected &= selected - 1)
-      stage[at++] = static_cast<uint16_t>(lane * kBits + __ffs(selected) - 1);
-    __syncwarp();
     const int32_t index = base - head + first + round * kStage;
-    for (uint32_t i = lane; i < total && place + i < static_cast<uint32_t>(k); i += 32)
-      out[place + i] = index + stage[i];
-    __syncwarp();
+    if (__reduce_max_sync(kAll, count) > kMany) {
+      each_bit_abreast<kBits>(selected, place + through - count, [&](uint32_t at, uint32_t of, uint32_t bit) {
+        if (at < static_cast<uint32_t>(k)) out[at] = index + static_cast<int32_t>(of * kBits + bit);
+      });
+    } else {
+      for (uint32_t at = through - count; selected != 0; selected &= selected - 1)
+        stage[at++] = static_cast<uint16_t>(lane * kBits + __ffs(selected) - 1);
+      __syncwarp();
+      for (uint32_t i = lane; i < total && place + i < static_cast<uint32_t>(k); i += 32)
+        out[place + i] = index + stage[i];
+      __syncwarp();
+    }
     place += total;
   }
 #pragma unroll 1
@@ -268,9 +274,9 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
 // Long rows, a block for each. The names become marks, as in select.cuh. The row streams past once: which scores equal
 // the pivot must be known before the pivot is, so the least of some named scores guesses it. If it was wrong, no score
 // without a name is as high as the pivot, most often, and the names are the answer; else all read the groups again of
-// those threads that met the pivot. Of fp32 scores, which are all alike or seldom equal, the first ones of the row will do for a guess. Of others a few are
-// equal: named ones are gathered from everywhere. Dynamic shared memory: a byte of marks for each group of four scores,
-// up to a multiple of 16 bytes.
+// those threads that met the pivot. Of fp32 scores, which are all alike or seldom equal, the first ones of the row will
+// do for a guess. Of others a few are equal: named ones are gathered from everywhere. Dynamic shared memory: a byte of
+// marks for each group of four scores, up to a multiple of 16 bytes.
 template <typename Score, int kThreads, int kGroups, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) settle_stream(const __grid_constant__ Settlement s) {
   constexpr bool kGather = sizeof(Score) < 4;

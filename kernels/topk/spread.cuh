@@ -20,8 +20,7 @@ struct SpreadShared {
   Control control, merged;  // `merged`: the small members of all blocks
 };
 
-// kWaits: the length of the row comes first, so that its blocks share it evenly; else all is on its way before.
-template <typename Score, int kThreads, int kGroups, bool kWaits>
+template <typename Score, int kThreads, int kGroups>
 __device__ __forceinline__ void spread_row(const Problem& p) {
   using Blocks = Team<true>;
   using Shared = SpreadShared<kThreads, kGroups>;
@@ -39,12 +38,13 @@ __device__ __forceinline__ void spread_row(const Problem& p) {
   const uint32_t rank = Blocks::rank(), size = Blocks::size();
   const int64_t row_index = blockIdx.x / size;
   int32_t* out = p.out + row_index * p.k;
-  const int32_t given = __ldg(p.lengths + row_index);
+  const int32_t length = min(max(__ldg(p.lengths + row_index), 0), p.width);
   const int32_t base = p.bases ? __ldg(p.bases + row_index) : 0;
+  if (length <= p.k) return emit_all<kThreads, Blocks>(out, p.k, length, base);
 
-  const Row<Score> row(p, row_index, kWaits ? min(max(given, 0), p.width) : p.width);
+  const Row<Score> row(p, row_index, length);
   const int32_t blocks = static_cast<int32_t>(size);
-  const int32_t share = kWaits ? ((row.groups + blocks - 1) / blocks + 31) / 32 * 32 : kThreads * kGroups;
+  const int32_t share = ((row.groups + blocks - 1) / blocks + 31) / 32 * 32;
   const int32_t begin = min(row.groups, static_cast<int32_t>(rank) * share), end = min(row.groups, begin + share);
   const int32_t own = begin + static_cast<int32_t>(thread);  // this thread's first group
   Group<Score> raw[kGroups];
@@ -53,9 +53,7 @@ __device__ __forceinline__ void spread_row(const Problem& p) {
     const int32_t group = own + q * kThreads;
     if (group >= row.inner_begin && group < min(end, row.inner_end)) raw[q].load(row.at(group));
   }
-  const int32_t length = min(max(given, 0), p.width);
-  const auto skips = [&](int q) { return kWaits && q * kThreads >= end - begin; };
-  if (length <= p.k) return emit_all<kThreads, Blocks>(out, p.k, length, base);
+  const auto skips = [&](int q) { return q * kThreads >= end - begin; };
   const uint32_t k = static_cast<uint32_t>(p.k);
   if (thread == 0) {
     control.small_count = control.totals[0] = control.totals[1] = merged.members = 0;
@@ -65,7 +63,6 @@ __device__ __forceinline__ void spread_row(const Problem& p) {
   __syncthreads();
 
   float x[kGroups][4];  // -inf where there is no score
-  const int32_t whole = (row.head + length) / 4;
 #pragma unroll
   for (int q = 0; q < kGroups; ++q) {
     const int32_t group = own + q * kThreads;
@@ -77,11 +74,6 @@ __device__ __forceinline__ void spread_row(const Problem& p) {
 #pragma unroll
       for (int j = 0; j < 4; ++j)
         x[q][j] = group < end && row.holds(group, j) ? fmaxf(widen(row.at(group)[j]), -kInfinity) : -kInfinity;
-    }
-    if (!kWaits && group >= whole) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        if (group * 4 + j >= row.head + length) x[q][j] = -kInfinity;
     }
   }
   float least = kInfinity, most = -kInfinity;
@@ -234,10 +226,10 @@ __device__ __forceinline__ void spread_row(const Problem& p) {
   Blocks::wait();
 }
 
-template <typename Score, int kThreads, int kGroups, bool kWaits>
+template <typename Score, int kThreads, int kGroups>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads) spread_select(const __grid_constant__ Problem p) {
 #if __CUDA_ARCH__ >= 900  // empty elsewhere
-  spread_row<Score, kThreads, kGroups, kWaits>(p);
+  spread_row<Score, kThreads, kGroups>(p);
 #endif
 }
 

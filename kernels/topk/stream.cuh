@@ -485,11 +485,11 @@ __device__ __forceinline__ void stream_row(const Problem& p) {
   }
 }
 
-// With clusters where the architecture has them, otherwise without: the other kernel is empty.
+// Where the architecture has no clusters, the kernel with them is empty.
 template <typename Score, int kThreads, bool kCluster, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) streaming_select(const __grid_constant__ Problem p) {
 #if __CUDA_ARCH__ >= 900
-  if constexpr (kCluster) stream_row<Score, kThreads, true>(p);
+  stream_row<Score, kThreads, kCluster>(p);
 #else
   if constexpr (!kCluster) stream_row<Score, kThreads, false>(p);
 #endif
