@@ -43,19 +43,19 @@ struct Kernel {
   void (*select)(Problem);
 };
 
-template <typename Score, int kThreads, int kBits, int kRounds, int kDepth, bool kCluster>
+template <typename Score, int kThreads, int kBits, int kRounds, bool kCluster>
 void parts(Settlement s) {
-  settle_parts<Score, kThreads, kBits, kRounds, kDepth, kCluster, 1>(s);
+  settle_parts<Score, kThreads, kBits, kRounds, kCluster, 1>(s);
 }
 
 template <typename Score>
 const Kernel kernels[] = {
-    {"settle, 256 x 16", 256, 4096, 1, parts<Score, 256, 16, 1, 1, false>, {}},
-    {"settle, 256 x 32", 256, 8192, 1, parts<Score, 256, 32, 1, 1, false>, {}},
-    {"settle, 512 x 32", 512, 16384, 1, parts<Score, 512, 32, 1, 1, false>, {}},
-    {"settle, teams, 256 x 16", 256, 4096, 4, parts<Score, 256, 16, 1, 1, true>, {}},
-    {"settle, teams, 256 x 32", 256, 8192, 8, parts<Score, 256, 32, 1, 1, true>, {}},
-    {"settle, teams, 256 x 32, 4 rounds", 256, 32768, 8, parts<Score, 256, 32, 4, 2, true>, {}},
+    {"settle, 256 x 16", 256, 4096, 1, parts<Score, 256, 16, 1, false>, {}},
+    {"settle, 256 x 32", 256, 8192, 1, parts<Score, 256, 32, 1, false>, {}},
+    {"settle, 512 x 32", 512, 16384, 1, parts<Score, 512, 32, 1, false>, {}},
+    {"settle, teams, 256 x 16", 256, 4096, 4, parts<Score, 256, 16, 1, true>, {}},
+    {"settle, teams, 256 x 32", 256, 8192, 8, parts<Score, 256, 32, 1, true>, {}},
+    {"settle, teams, 512 x 32, 2 rounds", 512, 32768, 8, parts<Score, 512, 32, 2, true>, {}},
     {"settle, stream", 512, 40000, 0, [](Settlement s) { settle_stream<Score, 512, 4, 2>(s); }, {}},
     {"settle, stream that guesses wrong", 64, 4000, 0, [](Settlement s) { settle_stream<Score, 64, 1, 2>(s); }, {}},
     {"select, 512 x 2, direct", 512, 4096, 0, {}, [](Problem p) { resident_select<Score, 512, 2, true, false>(p); }},

@@ -85,17 +85,16 @@ template <typename Score>
 struct Shape {
   void (*kernel)(Settlement);
   int threads, team;  // blocks of a row
-  int bits, rounds, depth, told;
+  int bits, rounds, told;
 
-  template <int kThreads, int kBits, int kRounds, int kDepth, bool kCluster, int kBlocks>
+  template <int kThreads, int kBits, int kRounds, bool kCluster, int kBlocks>
   static Shape of(int team) {
     constexpr int kWarps = kThreads / 32 * (kCluster ? kMaxTeam : 1);
-    return {settle_parts<Score, kThreads, kBits, kRounds, kDepth, kCluster, kBlocks>,
+    return {settle_parts<Score, kThreads, kBits, kRounds, kCluster, kBlocks>,
             kThreads,
             team,
             kBits,
             kRounds,
-            kDepth,
             static_cast<int>(sizeof(Told<kWarps>))};
   }
   int64_t warps() const { return threads / 32 * team; }
@@ -103,7 +102,7 @@ struct Shape {
   // How many of a row's scores a warp takes.
   int64_t part(int64_t scores) const { return (scores + warps() * 32 - 1) / (warps() * 32) * 32; }
   int64_t shared(int64_t scores) const {
-    const int64_t of_warp = team > 1 ? int64_t{32} * bits * depth : part(scores);
+    const int64_t of_warp = team > 1 ? int64_t{32} * bits : part(scores);
     return told + (threads / 32 * of_warp + 256) * static_cast<int64_t>(sizeof(Score));  // up to 256 are read beyond
   }
 };
@@ -111,16 +110,16 @@ struct Shape {
 // A block a row, by the scores they take.
 template <typename Score>
 const Shape<Score> shapes[] = {
-    Shape<Score>::template of<256, 16, 1, 1, false, 4>(1),
-    Shape<Score>::template of<256, 32, 1, 1, false, 4>(1),
-    Shape<Score>::template of<512, 32, 1, 1, false, 3>(1),
+    Shape<Score>::template of<256, 16, 1, false, 4>(1),
+    Shape<Score>::template of<256, 32, 1, false, 4>(1),
+    Shape<Score>::template of<512, 32, 1, false, 3>(1),
 };
 // Teams of blocks.
 template <typename Score>
 const Shape<Score> team_shapes[] = {
-    Shape<Score>::template of<256, 16, 1, 1, true, 4>(4),
-    Shape<Score>::template of<256, 32, 1, 1, true, 4>(8),
-    Shape<Score>::template of<256, 32, 4, 2, true, 3>(8),
+    Shape<Score>::template of<256, 16, 1, true, 4>(4),
+    Shape<Score>::template of<256, 32, 1, true, 3>(8),
+    Shape<Score>::template of<512, 32, 2, true, 2>(8),
 };
 
 template <typename Score>
@@ -154,7 +153,7 @@ bool settle_with_cpp(const Context& ctx, const Selection& s, const Provisional& 
       return true;
     };
     const auto& [small_team, team, long_team] = team_shapes<Score>;
-    const bool costly = sizeof(Score) < 4 || 8 * s.k >= s.width;  // for a stream: guesses wrong, or marks many names
+    const bool costly = sizeof(Score) < 4 || 8 * s.k > s.width;  // for a stream: guesses wrong, or marks many names
     if (run(shapes<Score>[0]) || run(shapes<Score>[1])) return true;
     if (limit.clusters && small_team.team * s.rows <= facts.multiprocessors && run(small_team)) return true;
     if (run(shapes<Score>[2])) return true;

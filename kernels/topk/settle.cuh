@@ -29,9 +29,14 @@ struct Mail {
   static __device__ __forceinline__ uint32_t address(const void* shared) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   }
-  static __device__ __forceinline__ void expect(uint64_t* complete, uint32_t bytes) {
+  static __device__ __forceinline__ void create(uint64_t* complete) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(address(complete)) : "memory");
+#endif
+  }
+  // What is to come; some of it may have come.
+  static __device__ __forceinline__ void expect(uint64_t* complete, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(address(complete)), "r"(bytes)
                  : "memory");
 #endif
@@ -67,11 +72,10 @@ struct Mail {
   }
 };
 
-// Rows that pass through shared memory, each warp on a part of its own: kRounds times 32 * kBits scores, kDepth of them
-// there at a time. A block finds the named scores of its row there. The blocks of a cluster share the names and look
-// their scores up before they load the row, since each other's loads would keep them waiting.
-// Dynamic shared memory: Told, then the scores.
-template <typename Score, int kThreads, int kBits, int kRounds, int kDepth, bool kCluster, int kBlocks>
+// Rows that pass through shared memory, each warp on a part of its own: kRounds times 32 * kBits scores. A block finds
+// the named scores of its row there. The blocks of a cluster share the names and look their scores up before they load
+// the row, since each other's loads would keep them waiting. Dynamic shared memory: Told, then the scores.
+template <typename Score, int kThreads, int kBits, int kRounds, bool kCluster, int kBlocks>
 __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_constant__ Settlement s) {
   static_assert(kCluster || kRounds == 1);
   constexpr int32_t kWarps = kThreads / 32, kVector = 16 / sizeof(Score), kStage = 32 * kBits;
@@ -85,7 +89,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
   const int32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32, me = rank * kWarps + warp;
   if constexpr (kCluster) {
     if (threadIdx.x == 0)
-      for (uint64_t& complete : told.complete) Mail::expect(&complete, size * kWarps * sizeof(uint2));
+      for (uint64_t& complete : told.complete) Mail::create(&complete);
     Mail::open();
   }
   const int64_t row_index = blockIdx.x / static_cast<uint32_t>(size);
@@ -118,19 +122,17 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
   const Score* const from = begin - head;
   const int32_t first = me * s.part, last = first + s.part;
   Score* const scores = reinterpret_cast<Score*>(shared + sizeof(Mine));
-  Score* const mine = scores + warp * (kCluster ? kDepth * kStage : s.part);
+  Score* const mine = scores + warp * (kCluster ? kStage : s.part);
   const auto load = [&](int32_t round, int32_t length) {
     const int32_t at = first + round * kStage, stop = min(at + kStage, last), end = head + length;
     const int32_t inner = end / kVector * kVector;
-    Score* const to = mine + round % kDepth * kStage;
 #pragma unroll 4
     for (int32_t i = max(at, head > 0 ? kVector : 0) + lane * kVector; i < min(stop, inner); i += 32 * kVector)
-      copy_async(to + (i - at), from + i);
+      copy_async(mine + (i - at), from + i);
     // What shares its 16 bytes with others.
     const int32_t edge = lane < kVector ? lane : inner - kVector + lane;
     if (lane < 2 * kVector && edge >= max(at, head) && edge < min(stop, end) && (edge >= inner || head > 0))
-      to[edge - at] = from[edge];
-    if (kRounds > 1) commit_async();
+      mine[edge - at] = from[edge];
   };
   if constexpr (!kCluster) {
     load(0, p.width);  // before the length is known
@@ -156,8 +158,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
     }
     if (kCluster && rest == k) {
       __syncthreads();  // no warp's row gets ahead of another's named scores
-#pragma unroll 1
-      for (int32_t round = 0; round < kDepth; ++round) load(round, length);
+      load(0, length);
     }
 #pragma unroll
     for (int i = 0; i < kNames; ++i)
@@ -180,7 +181,12 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
   };
   uint32_t key = __reduce_min_sync(kAll, ordered_key(least));
   named = __reduce_add_sync(kAll, named);
-  if constexpr (kCluster) Mail::wait_for_others();
+  if constexpr (kCluster) {
+    Mail::wait_for_others();
+    if (threadIdx.x == 0)
+      for (uint64_t& complete : told.complete) Mail::expect(&complete, size * kWarps * sizeof(uint2));
+    __syncwarp();
+  }
   tell(told.named, &told.complete[0], uint2{key, named});
   named = 0;
   for (int32_t i = lane; i < size * kWarps; i += 32) key = min(key, told.named[i].x), named += told.named[i].y;
@@ -191,11 +197,10 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
   uint32_t above[kRounds], ties[kRounds], more = 0, equal = 0;
 #pragma unroll
   for (int round = 0; round < kRounds; ++round) {
-    if constexpr (kRounds > 1) wait_async<kDepth - 1>();
-    else wait_all_async();
+    wait_all_async();
     __syncwarp();
     const int32_t at = first + round * kStage, stop = min(at + kStage, last);
-    const Score* const stage = mine + round % kDepth * kStage + lane;
+    const Score* const stage = mine + lane;
     uint32_t higher = 0, reached = 0;
 #pragma unroll
     for (int chunk = 0; chunk < kBits; chunk += 8) {
@@ -209,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
     }
     if (kRounds > 1) {
       __syncwarp();
-      load(round + kDepth, length);
+      load(round + 1, length);
     }
     const int32_t place = at + lane * kBits, inside = min(max(min(head + length, stop) - place, 0), kBits);
     uint32_t valid = inside == 32 ? kAll : (1u << inside) - 1;
