@@ -18,9 +18,16 @@ namespace {
 std::mt19937 generator;
 int any(int low, int high) { return std::uniform_int_distribution<int>(low, high)(generator); }
 
-BufferSpec any_buffer(bool many) {
+// `whole`: what a kernel of its own encodes, as long as it is little.
+BufferSpec any_buffer(bool many, const DType* whole) {
   BufferSpec b;
   b.dtype = static_cast<DType>(any(0, 3));
+  if (whole != nullptr) {
+    b.dtype = *whole;
+    b.rows = 16 * any(1, many ? 1 : 4);
+    b.row_elements = b.quantized_elements = 16 * any(1, 9);
+    return b;
+  }
   b.rows = any(1, many ? 6 : 70);
   b.row_elements = 16 * any(1, 9);
   if (any(0, 4) == 0) {
@@ -43,12 +50,13 @@ BufferSpec any_buffer(bool many) {
 
 std::vector<BufferSpec> any_buffers(int64_t* slot_bytes) {
   const int count = any(0, 9) == 0 ? any(20, 220) : any(1, 6), layers = any(1, std::min(count, 4));
-  const bool alike = any(0, 1);
+  const bool alike = any(0, 1), whole = any(0, 2) == 0;
+  const auto dtype = static_cast<DType>(any(0, 3));
   std::vector<BufferSpec> buffers;
   *slot_bytes = 0;
   for (int i = 0; i < count; ++i) {
     const int64_t layer = i == 0 ? 0 : std::min<int64_t>(buffers.back().layer + any(0, 1), layers - 1);
-    BufferSpec b = alike && i > 0 ? buffers.back() : any_buffer(count > 6);
+    BufferSpec b = alike && i > 0 ? buffers.back() : any_buffer(count > 6, whole ? &dtype : nullptr);
     b.layer = layer;
     b.offset = *slot_bytes;
     *slot_bytes += (b.hot_bytes() + 15) / 16 * 16 + 16 * any(0, 1);

@@ -43,7 +43,7 @@ for step in $steps; do
       done
       ;;
     sanitizer)
-      sanitize nvfp4 "move_pages upload_kernel" tests/test_nvfp4_ops.py \
+      sanitize nvfp4 "move_pages encode_runs upload_kernel" tests/test_nvfp4_ops.py \
         -k "(test_round_trip or test_unaligned_cold_rows or test_pinned_cold_rows) and not large"
       sanitize compaction "compact_kernel pack_" tests/test_compaction.py tests/test_compaction_pack.py \
         -k "test_leading_run_stays or (test_shifted_run and -16]) or test_growing_distance or (test_rows and padded) \

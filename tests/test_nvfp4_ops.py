@@ -1107,6 +1107,10 @@ class TestEmulated:
             "emulate::run(grid.blocks, grid.warps * kWarp, [&] { kernel(h, inlined); });",
         ),
         (r"upload_kernel<<<.*?>>>\(scratch \+ done, .*?\);", "memcpy(scratch + done, payload.bytes, part);"),
+        (
+            r"kernel<<<blocks, (.*?), 0, stream>>>\(runs\);",
+            r"emulate::run(blocks, \1, [&] { kernel(runs); });",
+        ),
         (r"cudaFuncSetAttribute\([^;]*?\)(?=,)", "cudaSuccess"),
         (r"cudaGetLastError\(\)", "cudaSuccess"),
     )

@@ -117,7 +117,7 @@ __device__ __forceinline__ void decode_tile(const Tile& tile, const uint8_t* dat
     if (hot.linear && global == 1.0f) {
       uint4* out = reinterpret_cast<uint4*>(hot.base);
       plain_chunks(groups * kParts, in_order, [&](uint32_t c, uint64_t nibbles, uint32_t code) {
-        out[c] = decode_chunk<kType>(nibbles, code, true, 1.0f);
+        __stcs(out + c, decode_chunk<kType>(nibbles, code, true, 1.0f));
       });
     } else {
       plain_chunks(groups * kParts, in_order, any);

@@ -246,6 +246,22 @@ __device__ __forceinline__ void encode_tile(const Tile& tile, const uint8_t* inp
   store_run(cold_scales, scales, e.end_slot - e.first_slot, lane);
 }
 
+// Little work of global scale 1: all loads at once, and no ring to set up. `from` says where a group lies.
+constexpr uint32_t kGroupsAtOnce = 2 * kWarp;
+
+template <DType kType, typename From>
+__device__ __forceinline__ void encode_at_once(uint32_t groups, uint8_t* data, uint8_t* scales, uint32_t lane,
+                                               From&& from) {
+  using Hot = HotGroup<kType>;
+  typename Hot::Raw raw[kGroupsAtOnce / kWarp];
+#pragma unroll
+  for (uint32_t k = 0; k < kGroupsAtOnce / kWarp; ++k) raw[k] = Hot::load_raw(from(min(lane + k * kWarp, groups - 1)));
+#pragma unroll
+  for (uint32_t k = 0; k < kGroupsAtOnce / kWarp; ++k)
+    if (lane + k * kWarp < groups)
+      put_group(data, scales, lane + k * kWarp, encode_packed<typename Hot::P>(Hot::unpack(raw[k])));
+}
+
 // A tile in device memory on both sides.
 template <DType kType>
 __device__ __forceinline__ void encode_streamed(const PlacedTile& tile, uint8_t* ring, uint32_t lane) {
@@ -255,23 +271,18 @@ __device__ __forceinline__ void encode_streamed(const PlacedTile& tile, uint8_t*
   const Extent e = extent(s, tile.index);
   const HotTile hot(s, tile.at().hot, e.first);
   const uint32_t groups = e.end - e.first;
-  uint8_t* data = tile.at().data + int64_t{e.first + lane} * kGroupBytes;
-  uint8_t* scales = tile.at().scales + e.first + lane;
+  uint8_t* data = tile.at().data + int64_t{e.first} * kGroupBytes;
+  uint8_t* scales = tile.at().scales + e.first;
   const GlobalScale global = s.global;
-  if (Hot::kPacked && global.decode == 1.0f && groups <= 2 * kWarp) {
-    // Little work: all loads at once, and no ring to set up.
-    typename Hot::Raw raw[2];
-#pragma unroll
-    for (uint32_t k = 0; k < 2; ++k) {
-      const uint32_t chunk = min(lane + k * kWarp, groups - 1) << hot.log_chunks;
-      raw[k] = Hot::load_raw(hot.linear ? hot.base + chunk * 16 : hot.scattered(chunk));
-    }
-#pragma unroll
-    for (uint32_t k = 0; k < 2; ++k)
-      if (lane + k * kWarp < groups)
-        put_group(data, scales, k * kWarp, encode_packed<typename Hot::P>(Hot::unpack(raw[k])));
+  if (Hot::kPacked && global.decode == 1.0f && groups <= kGroupsAtOnce) {
+    encode_at_once<kType>(groups, data, scales, lane, [&](uint32_t group) {
+      const uint32_t chunk = group << hot.log_chunks;
+      return hot.linear ? hot.base + chunk * 16 : hot.scattered(chunk);
+    });
     return;
   }
+  data += lane * kGroupBytes;
+  scales += lane;
   const auto stream = [&](auto&& encode) {
     int left = static_cast<int>(groups - lane);
     stream_chunks(hot, groups * (Hot::kBytes / 16), ring, lane, [&](const uint8_t* from, uint32_t) {

@@ -385,6 +385,41 @@ __global__ void __launch_bounds__(kWarpsPerHostBlock* kWarp, blocks_per_multipro
   }
 }
 
+// Groups that follow each other in hot memory as in cold.
+struct GroupRun {
+  const uint8_t* hot;
+  uint8_t* data;
+  uint8_t* scales;
+  uint32_t groups;
+  uint32_t first_tile;  // of kGroupsAtOnce groups; numbered through all runs
+};
+
+constexpr int kMostRuns = 126;  // 4 KiB of parameters
+constexpr uint32_t kRunWarps = 8;
+constexpr uint32_t kRunBlocks = 4;  // at least, a multiprocessor
+
+struct GroupRuns {
+  uint64_t runs_per_tile;  // times 2^32
+  uint32_t tiles;
+  GroupRun runs[kMostRuns];
+};
+
+// What little work takes is the time until its loads are under way: few instructions and few parameters, since both
+// come from device memory.
+template <DType kType>
+__global__ void __launch_bounds__(kRunWarps* kWarp, kRunBlocks)
+    encode_runs_kernel(const __grid_constant__ GroupRuns work) {
+  const uint32_t lane = threadIdx.x % kWarp, tile = blockIdx.x * kRunWarps + threadIdx.x / kWarp;
+  if (tile >= work.tiles) return;
+  auto i = static_cast<uint32_t>(tile * work.runs_per_tile >> 32);
+  while (tile < work.runs[i].first_tile) --i;
+  while ((tile - work.runs[i].first_tile) * kGroupsAtOnce >= work.runs[i].groups) ++i;
+  const GroupRun& run = work.runs[i];
+  const uint32_t first = (tile - run.first_tile) * kGroupsAtOnce;
+  encode_at_once<kType>(min(run.groups - first, kGroupsAtOnce), run.data + first * kGroupBytes, run.scales + first,
+                        lane, [&](uint32_t group) { return run.hot + (first + group) * HotGroup<kType>::kBytes; });
+}
+
 __global__ void upload_kernel(uint8_t* to, int bytes, const __grid_constant__ Inline<kLargeInline> payload) {
   for (int i = static_cast<int>(threadIdx.x) * 16; i < bytes; i += static_cast<int>(blockDim.x) * 16)
     *reinterpret_cast<uint4*>(to + i) = *reinterpret_cast<const uint4*>(payload.bytes + i);
@@ -450,10 +485,56 @@ uint32_t strip(const PageWork& work, uint32_t tiles_per_page) {
   return std::max<uint32_t>(tiles_per_page / static_cast<uint32_t>(filled), 1) * (joined ? 12 : 1);
 }
 
+// Whole rows of 16- or 8-bit elements with global scale 1, all of which the GPU takes at once, go through a kernel of
+// their own. False, and nothing done, if the work is not of that kind.
+bool encode_little(const PageWork& work, bool host_pairs, int multiprocessors, cudaStream_t stream) {
+  const bool known = host_pairs || work.pairs == nullptr;
+  const auto segments = static_cast<int64_t>(work.segments.size());
+  const DType dtype = work.segments.front().dtype;
+  const int64_t group_bytes = kGroupSize * itemsize(dtype);
+  if (!known || dtype == DType::kFloat32 || work.pages > kMostRuns / segments) return false;
+  int64_t tiles = 0;
+  for (const Segment& s : work.segments) {
+    if (s.kind != SegmentKind::kQuantize || s.dtype != dtype || s.residual_groups != 0 || s.padding_bytes != 0 ||
+        s.global.decode != 1.0f || s.row_pitch != s.units_per_row.divisor * group_bytes)
+      return false;
+    tiles += (s.units + kGroupsAtOnce - 1) / kGroupsAtOnce;
+  }
+  if (work.pages * tiles > int64_t{kRunWarps * kRunBlocks} * multiprocessors) return false;
+
+  GroupRuns runs;
+  runs.tiles = 0;
+  GroupRun* next = runs.runs;
+  for (int64_t page = 0; page < work.pages; ++page) {
+    int64_t hot_slot = page, cold_slot = page;
+    if (host_pairs) {
+      const int32_t* pair = work.pairs + page * work.pair_stride[0];
+      hot_slot = pair[work.pair_stride[1]], cold_slot = pair[0];
+    }
+    if (hot_slot < 0 || hot_slot >= work.hot_slots || cold_slot < 0 || cold_slot >= work.cold_slots) continue;
+    for (const Segment& s : work.segments) {
+      *next++ = {s.hot + hot_slot * s.hot_stride, s.data + cold_slot * s.data_stride,
+                 s.scales + cold_slot * s.scales_stride, s.units, runs.tiles};
+      runs.tiles += (s.units + kGroupsAtOnce - 1) / kGroupsAtOnce;
+    }
+  }
+  if (runs.tiles == 0) return true;
+  runs.runs_per_tile = (static_cast<uint64_t>(next - runs.runs) << 32) / runs.tiles;
+  const uint32_t blocks = (runs.tiles + kRunWarps - 1) / kRunWarps;
+  const auto launch = [&](auto kernel) { kernel<<<blocks, kRunWarps * kWarp, 0, stream>>>(runs); };
+  if (dtype == DType::kFloat16) launch(encode_runs_kernel<DType::kFloat16>);
+  else if (dtype == DType::kBFloat16) launch(encode_runs_kernel<DType::kBFloat16>);
+  else launch(encode_runs_kernel<DType::kFloat8E4M3>);
+  cuda_check(cudaGetLastError(), "encode_runs_kernel");
+  return true;
+}
+
 // `max_ctas` of 0 leaves the grid to us.
 template <Direction kDirection>
 void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int multiprocessors, uint8_t* scratch,
          int device, cudaStream_t stream) {
+  if (kDirection == Direction::kEncode && max_ctas == 0 && encode_little(work, host_pairs, multiprocessors, stream))
+    return;
   Header h{};
   TileLimits limits = tile_limits(kDirection);
   Grid grid{max_ctas > 0 ? max_ctas : kHostBlocks, kWarpsPerHostBlock};
@@ -474,7 +555,7 @@ void run(PageWork work, bool host_pairs, bool host_cold, int64_t max_ctas, int m
   h.pages = work.pages;
   h.total_tiles = work.pages * h.tiles_per_page;
   h.segments_per_tile = (uint64_t{work.segments.size()} << 32) / h.tiles_per_page;
-  h.strip = strip(work, h.tiles_per_page);
+  if (kDirection == Direction::kDecode) h.strip = strip(work, h.tiles_per_page);
   h.log_run = kLogHostRun;
   if (!host_cold && max_ctas == 0) {
     h.log_run = 0;
