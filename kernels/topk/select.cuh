@@ -368,7 +368,8 @@ __device__ __forceinline__ uint32_t pack_nibbles(uint32_t x) {
 
 // For lanes whose masks have many bits: all lanes take the bits of one mask, or of two of 16, at a time instead of each
 // its own one by one. `first` bits come before a lane's mask; calls put(bits before, lane of the mask, bit).
-constexpr uint32_t kMany = 24;
+template <int kBits>
+constexpr uint32_t kMany = kBits == 16 ? 13 : 24;  // what half of all bits set seldom reaches
 template <int kBits, typename Put>
 __device__ __forceinline__ void each_bit_abreast(uint32_t mask, uint32_t first, Put&& put) {
   static_assert(kBits == 16 || kBits == 32);
@@ -458,17 +459,18 @@ __device__ __forceinline__ void emit(const uint32_t* marks, uint32_t words, uint
     };
     const uint32_t offset = lane * kUnit * 16;
     uint32_t next[(kUnit + 1) / 2], rest = 0;  // several masks at a time, which do not wait for each other
+    constexpr int kMask = kUnit == 1 ? 16 : 32;
     uint32_t most = 0;
 #pragma unroll
     for (int u = 0; u < (kUnit + 1) / 2; ++u) {
       const uint32_t own = __popc(bits[u]);
       next[u] = at, at += own, rest |= bits[u], most = max(most, own);
     }
-    const bool many = __reduce_max_sync(kAll, most) > kMany;
+    const bool many = __reduce_max_sync(kAll, most) > kMany<kMask>;
     if (many) {
 #pragma unroll
       for (int u = 0; u < (kUnit + 1) / 2; ++u)
-        each_bit_abreast<kUnit == 1 ? 16 : 32>(bits[u], next[u], [&](uint32_t before, uint32_t of, uint32_t bit) {
+        each_bit_abreast<kMask>(bits[u], next[u], [&](uint32_t before, uint32_t of, uint32_t bit) {
           to[before] = index + static_cast<int32_t>(of * kUnit * 16 + u * 32 + bit);
         });
       rest = 0;

@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, kBlocks) settle_parts(const __grid_c
     const uint32_t count = __popc(selected), through = inclusive_sum(count, lane);
     const uint32_t total = __shfl_sync(kAll, through, 31);
     const int32_t index = base - head + first + round * kStage;
-    if (__reduce_max_sync(kAll, count) > kMany) {
+    if (__reduce_max_sync(kAll, count) > kMany<kBits>) {
       each_bit_abreast<kBits>(selected, place + through - count, [&](uint32_t at, uint32_t of, uint32_t bit) {
         if (at < static_cast<uint32_t>(k)) out[at] = index + static_cast<int32_t>(of * kBits + bit);
       });
