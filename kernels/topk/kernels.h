@@ -10,8 +10,8 @@
 
 namespace kvc::topk {
 
-// For comparisons: whether to run what `gpu` would, whatever the GPU. Of the others, sm_80 has no clusters, and neither
-// has sm_120 kernels of the CuTe DSL.
+// For comparisons: whether to run what `gpu` would, whatever the GPU is. An sm_80 has no clusters; for an sm_80 and an
+// sm_120 the CuTe DSL's kernels are not compiled.
 inline bool as_on(std::string_view gpu) {
   static const char* const wanted = std::getenv("KVC_TOPK_AS_ON");
   return wanted != nullptr && wanted == gpu;

@@ -23,7 +23,8 @@ constexpr int64_t kLeastList = 24 << 10;  // bytes of shared memory that marks l
 constexpr int64_t kPart = 131072;         // scores of a row a block of a cluster takes, about
 constexpr int64_t kLeastPart = 32768;     // it takes no fewer, to have more blocks than multiprocessors
 constexpr int kMaxCluster = 8;
-constexpr int kSpread = 2;  // blocks of a row that they keep together
+constexpr int kSpread = 2;  // blocks that keep a row together
+constexpr int kSpreadThreads = 1024;
 static_assert(sizeof(StreamShared<kStreamThreads>) <= kStreamFixed);
 
 template <typename Score>
@@ -107,10 +108,10 @@ void keep_resident(const Selection& s, const DeviceScope& scope, const Problem& 
 // Two blocks, each with a multiprocessor for itself, keep a row.
 template <typename Score, int kGroups>
 void keep_spread(const Selection& s, const DeviceScope& scope, const Problem& problem) {
-  constexpr int kThreads = 1024;
-  static_assert(sizeof(SpreadShared<kThreads, kGroups>) <= 48 << 10);
-  launch(spread_select<Score, kThreads, kGroups>, "spread_select", problem, s.rows * kSpread, kThreads,
-         sizeof(SpreadShared<kThreads, kGroups>), scope.stream, kSpread);
+  constexpr int64_t kShared = sizeof(SpreadShared<kSpreadThreads, kGroups>);
+  static_assert(kShared <= 48 << 10);
+  launch(spread_select<Score, kSpreadThreads, kGroups>, "spread_select", problem, s.rows * kSpread, kSpreadThreads,
+         kShared, scope.stream, kSpread);
 }
 
 template <typename Score>
@@ -130,8 +131,8 @@ void select(const Context& ctx, const Selection& s, const DeviceScope& scope, co
     return keep_resident<Score, 512, 8, false, true>(s, scope, problem);
   if (scores <= 512 * 8 * 4) return keep_resident<Score, 512, 8>(s, scope, problem);
   if (kSpread * s.rows <= facts.multiprocessors && limits<Score>(scope.device).clusters) {
-    if (scores <= kSpread * 1024 * 4 * 4) return keep_spread<Score, 4>(s, scope, problem);
-    if (scores <= kSpread * 1024 * 8 * 4) return keep_spread<Score, 8>(s, scope, problem);
+    if (scores <= kSpread * kSpreadThreads * 4 * 4) return keep_spread<Score, 4>(s, scope, problem);
+    if (scores <= kSpread * kSpreadThreads * 8 * 4) return keep_spread<Score, 8>(s, scope, problem);
   }
   stream<Score>(ctx, s, scope, facts, problem, compiled);
 }

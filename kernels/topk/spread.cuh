@@ -25,7 +25,7 @@ __device__ __forceinline__ void spread_row(const Problem& p) {
   using Blocks = Team<true>;
   using Shared = SpreadShared<kThreads, kGroups>;
   constexpr int kBins = 4 * kThreads;
-  constexpr int kRanged = kGroups < 2 ? kGroups : 2;  // groups a thread that give the range
+  constexpr int kRanged = 2;  // groups a thread that give the range
   constexpr uint32_t kWords = kThreads * kGroups / 4;
   constexpr int kUnit = kWords <= kThreads ? 1 : 2;
   constexpr uint32_t kSteps = (kWords + kThreads * kUnit - 1) / (kThreads * kUnit);
